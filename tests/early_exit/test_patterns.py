@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.early_exit import Divergence, Ema, OverfittingGap, OverfittingUpturn, judge_step_loss
+from alto.early_exit import Collapse, Divergence, Ema, OverfittingGap, OverfittingUpturn, judge_step_loss
 from alto.early_exit.patterns import judge_point, slope, validation_noise
 from alto.errors import SpecError
-from alto.records import ExitReason
+from alto.records import ExitReason, LossPoint
 
 INF, NAN = math.inf, math.nan
 PLATEAU = [2.0, 2.0, 2.0, 2.0]
@@ -331,3 +331,53 @@ def test_an_evaluation_with_either_loss_not_finite_is_diverging(history, ema, va
 
 def test_a_finite_evaluation_is_no_verdict(history) -> None:
     assert judge_point(history([2.0], [1.0])[0]) is None
+
+
+LEARNING = {"reward": 0.3, "equal_groups": 0.5, "entropy": 0.7, "truncated": 0.2, "completion_tokens": 9.0}
+
+
+def rewarded(*parts: tuple[int, dict[str, float]]) -> list[LossPoint]:
+    """Return evaluations, one after each part: a number of steps, and what differs from :data:`LEARNING` in them."""
+    points, step = [], 0
+    for count, changes in parts:
+        step += count
+        metrics = {name: (value,) * count for name, value in (LEARNING | changes).items()}
+        point = LossPoint(
+            job="a", step=step, total_steps=1000, train_ema=0.0, validation_loss=0.0, step_metrics=metrics
+        )
+        points.append(point)
+    return points
+
+
+EQUAL, CERTAIN, ENDLESS = {"equal_groups": 1.0}, {"entropy": 1e-4}, {"truncated": 1.0, "reward": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("parts", "step"),
+    [
+        ([(5, {}), (5, {}), (50, {})], None),
+        ([(4, EQUAL)], 4),
+        ([(3, EQUAL), (1, EQUAL)], 4),
+        ([(3, EQUAL), (1, {}), (3, EQUAL)], None),
+        ([(3, EQUAL), (5, {}), (3, EQUAL), (2, EQUAL)], 13),
+        ([(3, CERTAIN)], None),
+        ([(8, {}), (4, CERTAIN)], 12),
+        ([(4, {}), (4, ENDLESS)], 8),
+        ([(8, ENDLESS)], None),  # as long as it was at the start
+        ([(4, {}), (4, ENDLESS | {"reward": 0.9})], None),  # long answers earn more
+        ([(4, {"truncated": 0.9}), (4, ENDLESS)], None),
+    ],
+)
+def test_a_job_that_learns_from_rewards_collapses(parts: list[tuple[int, dict[str, float]]], step: int | None) -> None:
+    assert exit_step(Collapse(collapse_patience=4), rewarded(*parts)) == step
+
+
+def test_a_collapse_says_what_was_seen() -> None:
+    verdict = Collapse(collapse_patience=4).judge(rewarded((4, {}), (4, ENDLESS)))
+    assert verdict is not None
+    assert verdict.reason is ExitReason.COLLAPSED
+    assert verdict.evidence == pytest.approx({"truncated": 1.0, "reward": 0.1, "first_reward": 0.3, "in_a_row": 4})
+
+
+def test_a_job_that_does_not_sample_never_collapses(history) -> None:
+    assert Collapse(collapse_patience=2).judge(history([1.0, 1.0, 1.0])) is None

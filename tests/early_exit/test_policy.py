@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.early_exit import Divergence, OverfittingGap, OverfittingUpturn, Policy, Selection, policy_from
+from alto.early_exit import Collapse, Divergence, OverfittingGap, OverfittingUpturn, Policy, Selection, policy_from
 from alto.errors import RunError
 from alto.records import Candidate, ExitReason, Rung
 from alto.spec.early_exit import EarlyExit
@@ -28,7 +28,11 @@ def test_paper_is_algorithm_1() -> None:
 
 def test_alto_is_the_default() -> None:
     assert policy_from(EarlyExit()) == Policy(
-        rules=(Divergence(window=2, divergence_patience=2, tau_slope=0.001), OverfittingUpturn(overfitting_patience=2)),
+        rules=(
+            Divergence(window=2, divergence_patience=2, tau_slope=0.001),
+            OverfittingUpturn(overfitting_patience=2),
+            Collapse(collapse_patience=20),
+        ),
         rungs=(
             Rung(progress=0.01, keep=1 / 6, min_kept=8),
             *(Rung(progress=at, keep=0.5, min_kept=kept) for at, kept in ((0.025, 8), (0.05, 5), (0.1, 3))),
@@ -47,11 +51,16 @@ def test_every_setting_arrives() -> None:
         "overfitting_patience": 5,
         "rungs": [(0.5, 0.1)],
     }
-    alto = policy_from(EarlyExit(**settings, tau_upturn=0.2, tau_noise=7))
+    alto = policy_from(EarlyExit(**settings, tau_upturn=0.2, tau_noise=7, collapse_patience=9))
     paper = policy_from(EarlyExit(**settings, policy="paper", tau_gap=0.3))
     divergence, rungs = Divergence(window=3, divergence_patience=4, tau_slope=0.5), (Rung(progress=0.5, keep=0.1),)
     assert alto == Policy(
-        rules=(divergence, OverfittingUpturn(overfitting_patience=5, tau_upturn=0.2, tau_noise=7)), rungs=rungs
+        rules=(
+            divergence,
+            OverfittingUpturn(overfitting_patience=5, tau_upturn=0.2, tau_noise=7),
+            Collapse(collapse_patience=9),
+        ),
+        rungs=rungs,
     )
     assert paper == Policy(
         rules=(divergence, OverfittingGap(overfitting_patience=5, tau_gap=0.3)), rungs=rungs, equal_shares=False
@@ -61,9 +70,10 @@ def test_every_setting_arrives() -> None:
 @pytest.mark.parametrize(
     ("switched_off", "rules", "rungs"),
     [
-        ("detect_divergence", [OverfittingUpturn], 6),
-        ("detect_overfitting", [Divergence], 6),
-        ("select", [Divergence, OverfittingUpturn], 0),
+        ("detect_divergence", [OverfittingUpturn, Collapse], 6),
+        ("detect_overfitting", [Divergence, Collapse], 6),
+        ("detect_collapse", [Divergence, OverfittingUpturn], 6),
+        ("select", [Divergence, OverfittingUpturn, Collapse], 0),
         ("enabled", [], 0),
     ],
 )

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
-from alto.early_exit import Divergence, OverfittingGap, Policy, Recording, Rule, audit, policy_from, replay
+from alto.early_exit import Collapse, Divergence, OverfittingGap, Policy, Recording, Rule, audit, policy_from, replay
 from alto.errors import SpecError, TaskInterruptedError, UnknownKeyError, UnsupportedError
 from alto.records import ExitDecision, LossPoint
 from alto.runs import read_events, read_history
@@ -135,7 +135,7 @@ def test_what_is_wrong_is_refused_where_the_task_is_read(
 
 def test_a_rule_of_the_other_policy_can_be_added() -> None:
     rules = policy_from(EarlyExit(detect_overfitting=False, rules={"overfitting_gap": {"tau_gap": 0.5}})).rules
-    assert rules == (Divergence(), OverfittingGap(tau_gap=0.5))
+    assert rules == (Divergence(), Collapse(), OverfittingGap(tau_gap=0.5))
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,9 @@ def test_the_share_of_numbers_that_give_a_token_is_its_probability(sampling: Sam
     logits_V = torch.randn(50, generator=torch.Generator().manual_seed(1)) * 3
     count = 20_000
     numbers = [(index + 0.5) / count for index in range(count)]
-    drawn = sampling.tokens(logits_V.expand(count, -1), numbers)
+    drawn, entropies = sampling.tokens(logits_V.expand(count, -1), numbers)
+    of_model = torch.distributions.Categorical(logits=logits_V / sampling.temperature).entropy()
+    assert entropies.tolist() == pytest.approx([float(of_model)] * count, rel=1e-4)
     shares_V = torch.bincount(drawn, minlength=50) / count
     expected_V = logits_V / sampling.temperature
     if sampling.top_k:
@@ -127,7 +129,9 @@ def test_the_share_of_numbers_that_give_a_token_is_its_probability(sampling: Sam
 
 
 def test_a_text_whose_logits_are_not_finite_ends_broken_beside_others() -> None:
-    assert Sampling().tokens(torch.tensor([[math.nan, 0.0], [0.0, 9.0]]), [0.5, 0.5]).tolist() == [NO_TOKEN, 1]
+    logits = torch.tensor([[math.nan, 0.0], [0.0, 9.0]])
+    assert Sampling().tokens(logits, [0.5, 0.5])[0].tolist() == [NO_TOKEN, 1]
+    assert Sampling(top_k=1).tokens(logits, [])[0].tolist() == [NO_TOKEN, 1]
     model = make_model()
     backbone = Backbone(model, TOKENIZER, "tiny")
 

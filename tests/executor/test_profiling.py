@@ -138,6 +138,20 @@ def test_on_a_slow_machine_two_sizes_are_measured_and_no_more(context: TaskConte
     assert found.durations[0].duration_s == 3600.0
 
 
+def test_the_time_of_sampling_is_part_of_the_time_of_a_token(tmp_path: Path):
+    settings: dict[str, Any] = {"num_generations": 2, "batch_size": 4, "max_completion_length": 4}
+    context = context_of(make_task(tmp_path, method="grpo", reward_funcs=["exact"], **settings))
+    lengths = lengths_of(context.data.train, num_generated=context.longest_completion)
+    found = measure.measure(context.task, context.backbone, lengths, num_rows=len(context.data.train), max_tokens=10**6)
+    assert found.sample_token_s > 0
+    assert Measured.from_dict(found.to_dict()) == found
+    without = profile._profile(replace(found, sample_token_s=0.0), "", is_cached=False).throughput
+    expected = profile._profile(found, "", is_cached=False).throughput
+    assert expected.token_s == pytest.approx(without.token_s + found.sample_token_s)
+    assert expected.eval_token_s == found.sample_token_s
+    assert max(point.num_tokens for point in found.durations) >= 4 * min(length.num_tokens for length in lengths)
+
+
 def test_a_row_longer_than_the_tokens_asked_for_does_not_hide_the_second_size(context: TaskContext):
     assert len(take_measures(context, max_tokens=1).memory) == 2
 

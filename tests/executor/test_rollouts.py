@@ -19,11 +19,13 @@ from tiny import read_journal
 import alto
 from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows
+from alto.early_exit import audit
 from alto.errors import DataError, NoResultError, SpecError, TaskInterruptedError, UntrustedCodeError
 from alto.evaluation import Text, generate
 from alto.executor import JobState, MicroBatches, TaskContext, initial_states, stages
 from alto.executor.rollouts import encoded, group_advantages
 from alto.objectives import token_losses
+from alto.runs import read_entries
 from alto.spec import JobConfig, Task
 from alto.spec.objective_settings import GrpoSettings
 
@@ -134,6 +136,77 @@ def test_advantages_compare_a_reward_with_those_of_its_group(
     assert group_advantages(rewards, settings) == pytest.approx(expected)
 
 
+class FirstEqual(GivenRewards):
+    """Rewards that are equal for the completions of the first call, and different afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[str]] = []
+
+    def __call__(self, completions: Any, on_turn: Any) -> list[float]:
+        self.calls.append([completion.answer.prompt for completion in completions])
+        return [float(number % 2) if len(self.calls) > 1 else 0.25 for number in range(len(completions))]
+
+
+def rewarded_bank(dynamic_sampling: int) -> tuple[Bank, FirstEqual]:
+    bank = bank_of([{"seed": 5, "r": 4, "dynamic_sampling": dynamic_sampling}])
+    rewards = FirstEqual()
+    (job,) = bank.jobs
+    job.context = replace(job.context, rewards=rewards)
+    return bank, rewards
+
+
+def test_other_prompts_are_drawn_for_those_that_teach_nothing() -> None:
+    bank, rewards = rewarded_bank(dynamic_sampling=3)
+    (rollout,) = bank.trainer._rollouts.of_step(bank.jobs).values()
+    first, *others = rewards.calls
+    assert [len(set(prompts)) for prompts in others] == [1, 1], "both groups were drawn again, once"
+    assert not {prompt for prompts in others for prompt in prompts} <= set(first)
+    assert len(rollout.dataset) == 8
+    assert rollout.metrics["equal_groups"] == 0.0
+    assert rollout.metrics["reward"] == 0.25, "the mean reward is that of prompts which were not chosen by it"
+    again, _ = rewarded_bank(dynamic_sampling=3)
+    (repeated,) = again.trainer._rollouts.of_step(again.jobs).values()
+    assert all(map(torch.equal, repeated.dataset.input_ids, rollout.dataset.input_ids))
+
+
+def test_without_dynamic_sampling_such_prompts_train_nothing() -> None:
+    bank, rewards = rewarded_bank(dynamic_sampling=0)
+    (rollout,) = bank.trainer._rollouts.of_step(bank.jobs).values()
+    assert len(rewards.calls) == 1
+    assert len(rollout.dataset) == 0
+    assert rollout.metrics["equal_groups"] == 1.0
+
+
+def test_a_batch_that_did_not_fit_into_memory_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, sizes = bank_of(JOBS[:2]), []
+    written = generate._write
+
+    def short_of_memory(backbone: Backbone, adapters: Any, texts: list[Text], *rest: Any) -> None:
+        sizes.append(len(texts))
+        if len(texts) > 5:
+            raise torch.OutOfMemoryError("no memory, as the test wants it")
+        written(backbone, adapters, texts, *rest)
+
+    monkeypatch.setattr(generate, "_write", short_of_memory)
+    bank.trainer._rollouts.sample(bank.jobs)
+    assert sizes[:3] == [16, 8, 4]
+    sizes.clear()
+    bank.jobs[0].step += 1
+    bank.trainer._rollouts.sample(bank.jobs)
+    assert max(sizes) <= 5
+
+
+def test_profiling_samples_as_many_completions_as_a_step_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, found = bank_of(JOBS[:2]), []
+    monkeypatch.setattr("alto.executor.rollouts.write", lambda *args, **_: found.extend(args[2]) or len(args[2]))
+    num_tokens = bank.trainer.sample_rows(bank.jobs, 3)
+    per_job = [len(job.order.rows_of_step(0)) for job in bank.jobs]
+    assert [sum(text.slot == job.slot for text in found) for job in bank.jobs] == per_job
+    assert {text.budget for text in found} == {3}
+    assert num_tokens == sum(len(prompt) for prompt in {id(text.prompt): text.prompt for text in found}.values())
+
+
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
 REWARDS = """
@@ -141,6 +214,9 @@ def tokens(completion_ids, **_):
     if any(len(ids) > 6 for ids in completion_ids):
         raise ValueError("too long")
     return [float(len(set(ids))) for ids in completion_ids]
+
+def constant(completion_ids, **_):
+    return [0.5 for ids in completion_ids]
 
 def checksum(completion_ids, **_):
     return [sum(ids) % 13 / 13 for ids in completion_ids]
@@ -216,6 +292,42 @@ def test_a_reward_that_fails_ends_only_its_job_with_the_reason(task: Any, tmp_pa
     assert "length_rewards:tokens: it raised ValueError: too long" in long.exit_evidence["reward"]
     assert "of the prompt '<|user|>What is" in long.exit_evidence["reward"]
     assert "a reward failed: length_rewards:tokens" in (Path(result.run_dir) / "report.html").read_text("utf-8")
+
+
+def test_a_run_records_what_it_sampled(task: Any, tmp_path: Path) -> None:
+    result = alto.Engine(output_dir=tmp_path / "runs").tune(task(eval_steps=0.4))
+    events = read_journal(result.run_dir)
+    for event in (event for event in events if event["event"] == "train"):
+        metrics = event["metrics"]
+        assert {len(values) for values in metrics.values()} == {len(event["losses"])}
+        assert metrics["reward"] == pytest.approx([-loss for loss in event["losses"]])
+        assert all(0 < entropy < 8 for entropy in metrics["entropy"])
+        assert all(1 <= tokens <= 6 for tokens in metrics["completion_tokens"])
+        assert {*metrics["truncated"], *metrics["equal_groups"]} <= {number / 8 for number in range(9)}
+    (start,) = [value for event in events if event["event"] == "base_evaluated" for value in event["values"]]
+    for found in (start, *(event for event in events if event["event"] == "evaluated")):
+        assert len(found["answers"]) == 3
+        assert [answer["prompt"] for answer in found["answers"]] == [answer["prompt"] for answer in start["answers"]]
+        assert "entropy" in found["metrics"]
+    page = (Path(result.run_dir) / "report.html").read_text("utf-8")
+    assert "Answers while it learned" in page
+    assert "before training, reward" in page
+
+
+def test_jobs_whose_rewards_never_differ_end_as_collapsed(task: Any, tmp_path: Path) -> None:
+    result = alto.Engine(output_dir=tmp_path / "runs").tune(
+        task(
+            reward_funcs=["length_rewards:constant"],
+            early_exit={"collapse_patience": 2, "select": False},
+            max_steps=8,
+            eval_steps=0.25,
+        )
+    )
+    assert {job.exit_reason for job in result.job_results} == {"collapsed"}
+    assert result.best_validation_loss == -0.5, "its best adapter still competes"
+    page = (Path(result.run_dir) / "report.html").read_text("utf-8")
+    assert "all completions of each prompt had equal rewards for 2 steps, with a mean reward of 0.5" in page
+    assert audit(read_entries(Path(result.run_dir) / "journal.jsonl")) == ()
 
 
 def test_if_all_rewards_fail_the_task_fails_and_names_the_function(task: Any, tmp_path: Path) -> None:

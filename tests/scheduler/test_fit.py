@@ -81,6 +81,14 @@ def test_no_coefficient_of_time_is_negative(durations: list[float]) -> None:
     assert max(fit.step_s, fit.job_s, fit.token_s) > 0.0
 
 
+def test_if_speed_still_rises_at_the_largest_step_saturation_is_that_of_the_model() -> None:
+    points = [
+        ThroughputPoint(num_jobs=2, num_tokens=tokens, duration_s=0.1 + 2 * 0.05 + tokens * 1e-3)
+        for tokens in (100, 200, 400)
+    ]
+    assert saturation(points) == pytest.approx(19 * 0.2 / 1e-3, rel=0.01)
+
+
 def test_saturation_is_the_smallest_step_that_is_nearly_as_fast_as_any() -> None:
     points = [
         ThroughputPoint(num_jobs=1, num_tokens=tokens, duration_s=tokens / rate)

@@ -172,7 +172,7 @@ def test_frozen_and_keyword_only() -> None:
 def test_a_misspelt_key_says_which_was_meant() -> None:
     with pytest.raises(UnknownKeyError, match=r"unknown key 'warmup_rato'. Did you mean 'warmup_ratio'\?"):
         EarlyExit(warmup_rato=0.05)
-    with pytest.raises(UnknownKeyError, match=r"unknown key 'xyz'. Known keys are clear_from, detect_divergence"):
+    with pytest.raises(UnknownKeyError, match=r"unknown key 'xyz'. Known keys are clear_from, collapse_patience"):
         EarlyExit(xyz=1)
 
 

@@ -45,9 +45,10 @@ def written(text: Text) -> None:
     text.end, text.is_finished = None if is_cut else END, True
 
 
-def write_all(backbone: object, adapters: object, texts: Sequence[Text], **_: object) -> None:
+def write_all(backbone: object, adapters: object, texts: Sequence[Text], *, batch_size: int) -> int:
     for text in texts:
         written(text)
+    return batch_size
 
 
 def reward_of(ids: Sequence[int]) -> float:

@@ -10,6 +10,7 @@ from alto.early_exit.evaluation_budget import budgeted
 from alto.early_exit.journal import audit, exits_of, selection_of
 from alto.early_exit.noise import choose, evaluation_order, interval_of, mean_loss, scores_of
 from alto.early_exit.patterns import (
+    Collapse,
     Divergence,
     OverfittingGap,
     OverfittingUpturn,
@@ -27,6 +28,7 @@ from alto.records import ExitDecision, LossPoint
 from alto.spec import Rule
 
 __all__ = [
+    "Collapse",
     "Divergence",
     "Ema",
     "ExitDecision",

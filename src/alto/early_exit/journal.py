@@ -181,7 +181,7 @@ def _feed(selection: Selection, event: events.Event, started: events.TaskStarted
     metric, has_order = started.metric, bool(started.evaluation_order)
     match event:
         case events.TrainSteps(job=job) if selection.is_training(job):
-            selection.observe_losses(job, event.first_step, event.losses)
+            selection.observe_losses(job, event.first_step, event.losses, event.metrics)
         case events.JobEvaluated(job=job) if selection.is_training(job):
             score = score_of(metric, event.metrics)
             rows = event.loss_rows if has_order else ()

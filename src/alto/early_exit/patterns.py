@@ -1,4 +1,4 @@
-"""Patterns of a job's losses that end it: divergence, a gap to the training loss, an upturn, a non-finite loss."""
+"""Patterns that end a job: divergence, a gap to the training loss, an upturn, a non-finite loss, collapsed rewards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from alto.records import ExitDecision, ExitReason, LossPoint
-from alto.spec import DivergenceSettings, GapSettings, Rule, UpturnSettings
+from alto.spec import CollapseSettings, DivergenceSettings, GapSettings, Rule, UpturnSettings
 
 # With a loss below a thousandth of a nat, a model is certain of every token, or of the preferred reply of every pair,
 # and ratios of losses have no meaning.
@@ -167,6 +167,53 @@ class OverfittingUpturn(UpturnSettings, Rule):
             "validation_loss": last.validation_loss,
             "best_validation_loss": best,
         }
+
+
+CERTAIN = 0.001
+"""Entropy in nats per token below which sampled completions are practically always the same."""
+
+MOSTLY, ALMOST_ALL = 0.5, 0.95
+
+
+class Collapse(CollapseSettings, Rule):
+    """End a job that learns from rewards and has stopped learning.
+
+    The condition holds if one of these was true at each of the last ``collapse_patience`` steps:
+
+    - the completions of each prompt had equal rewards, so nothing was trained;
+    - the entropy of the sampled tokens was below 0.001 nats, so all completions of a prompt are the same;
+    - at least 95 % of the completions did not end, while at most half did not end in as many steps at the start, and
+      the mean reward is lower than then.
+    """
+
+    reason: ClassVar[str] = ExitReason.COLLAPSED
+
+    def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
+        """Return the verdict for the last point of ``history``."""
+        names = history[-1].step_metrics if history else ()
+        found = self._collapsed(
+            {name: [value for point in history for value in point.step_metrics.get(name, ())] for name in names}
+        )
+        if found is None:
+            return None
+        last = history[-1]
+        evidence = {**found, "in_a_row": self.collapse_patience}
+        return ExitDecision(job=last.job, step=last.step, reason=self.reason, evidence=evidence)
+
+    def _collapsed(self, metrics: Mapping[str, Sequence[float]]) -> Evidence | None:
+        size = self.collapse_patience
+        if not {"equal_groups", "entropy", "truncated", "reward"} <= metrics.keys() or len(metrics["reward"]) < size:
+            return None
+        last = {name: values[-size:] for name, values in metrics.items()}
+        reward = statistics.fmean(last["reward"])
+        if min(last["equal_groups"]) == 1.0:
+            return {"equal_groups": 1.0, "reward": reward}
+        if max(last["entropy"]) < CERTAIN:
+            return {"entropy": statistics.fmean(last["entropy"]), "reward": reward}
+        first = {name: statistics.fmean(values[:size]) for name, values in metrics.items()}
+        if min(last["truncated"]) >= ALMOST_ALL and first["truncated"] <= MOSTLY and reward < first["reward"]:
+            return {"truncated": statistics.fmean(last["truncated"]), "reward": reward, "first_reward": first["reward"]}
+        return None
 
 
 def validation_noise(history: Sequence[LossPoint]) -> float | None:

@@ -78,10 +78,19 @@ class Selection:
 
     # -- events, and the verdicts that follow ----------------------------------------------------------------------
 
-    def observe_losses(self, job: str, first_step: int, losses: Sequence[float]) -> ExitDecision | None:
+    def observe_losses(
+        self,
+        job: str,
+        first_step: int,
+        losses: Sequence[float],
+        metrics: Mapping[str, Sequence[float]] | None = None,
+    ) -> ExitDecision | None:
         """Observe the training losses of consecutive steps from ``first_step`` (1-based) on.
 
         The first loss that is not finite ends the job at its step; later losses are ignored.
+
+        Args:
+            metrics: Other measurements of each of these steps, by name; rules see them at the next evaluation.
         """
         track = self._tracks[job]
         expected = track.ema.count + 1
@@ -98,6 +107,7 @@ class Selection:
                 self.end(verdict)
                 return verdict
             track.ema.update(loss)
+        track.add_metrics(metrics or {})
         return None
 
     def observe_base(self, job: str, start: StartValue) -> None:
@@ -140,6 +150,7 @@ class Selection:
             loss_scale=track.loss_scale,
             start_loss=None if track.start is None else track.start.validation_loss,
             loss_rows=tuple(loss_rows),
+            step_metrics=track.take_metrics(),
         )
         track.history.append(point)
         self._num_changes += 1

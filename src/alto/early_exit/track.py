@@ -60,6 +60,7 @@ class JobTrack:
         competes: Whether the job is still ranked at rungs.
         judged_from: Index of the first evaluation that rules look at. Earlier ones are ignored after a job is resumed
             or forked.
+        step_metrics: Measurements of the steps since the latest evaluation, by name.
     """
 
     total_steps: int
@@ -75,6 +76,7 @@ class JobTrack:
     finished: bool = False
     competes: bool = True
     judged_from: int = 0
+    step_metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
@@ -121,6 +123,16 @@ class JobTrack:
         if self.finished and self.steps == point.step:
             return equal_shares
         return self.trains or self.ended_after(point)
+
+    def add_metrics(self, metrics: Mapping[str, Sequence[float]]) -> None:
+        """Add the measurements of further steps."""
+        added = {name: (*self.step_metrics.get(name, ()), *values) for name, values in metrics.items()}
+        self.step_metrics = {**self.step_metrics, **added}
+
+    def take_metrics(self) -> Mapping[str, tuple[float, ...]]:
+        """Return the measurements of the steps since the latest evaluation, and start anew."""
+        taken, self.step_metrics = self.step_metrics, {}
+        return taken
 
     def keep_best(self, point: LossPoint, row_weights: Sequence[float]) -> None:
         """Replace the best evaluation by ``point``, the latest one, if that is better."""

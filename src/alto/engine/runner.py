@@ -181,10 +181,7 @@ class TaskRunner:
             about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
             found = plan(context, on_measuring=self._announcement(task), refresh=refresh)
             about_start = () if context.start is None else context.start.notes
-            about_time = (
-                ("The times are without the time in which jobs sample their completions.",) if task.reward_funcs else ()
-            )
-            notes = (*about_start, *task.notes, *context.data.notes, *about_model, *about_time, *found.notes)
+            notes = (*about_start, *task.notes, *context.data.notes, *about_model, *found.notes)
             return replace(found, notes=notes)
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:

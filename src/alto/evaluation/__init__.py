@@ -1,7 +1,7 @@
 """Evaluation of adapters on held-out rows: loss, exact match, preference, sample generations."""
 
 from alto.evaluation.finalists import FinalistJudge, usable_rows
-from alto.evaluation.generate import Sampling, Text, budget_of, max_positions, uniform_numbers, write
+from alto.evaluation.generate import Adapters, Sampling, Text, budget_of, max_positions, uniform_numbers, write
 from alto.evaluation.measure import OnProgress, measure
 from alto.evaluation.metrics_file import add_evaluation, check_metrics
 from alto.evaluation.peft_check import PeftCheck
@@ -12,6 +12,7 @@ from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import adapter_folder, best_of_jobs, chat_template_beside, find_target
 
 __all__ = [
+    "Adapters",
     "Answer",
     "Completion",
     "EvaluationSettings",

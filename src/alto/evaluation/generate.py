@@ -221,10 +221,19 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
 
-    def tokens(self, logits_BV: Tensor, numbers_B: Sequence[float]) -> Tensor:
-        """Return a token for every row, ``[B]``: the first one at which the sum of the probabilities exceeds the row's
-        number, which is uniform in [0, 1); :data:`NO_TOKEN` if its logits are not finite."""
+    def tokens(self, logits_BV: Tensor, numbers_B: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """Draw a token for every row.
+
+        Returns:
+            The tokens, ``[B]``: the first one at which the sum of the probabilities exceeds the row's number, which is
+            uniform in [0, 1); :data:`NO_TOKEN` if its logits are not finite. And the entropy of each row's distribution
+            in nats, ``[B]``, before tokens are left out.
+        """
         scores_BV = logits_BV.float() / self.temperature
+        entropies_B = torch.special.entr(scores_BV.softmax(-1)).sum(-1)
+        if self.top_k == 1:
+            largest_B, most_likely_B = scores_BV.max(-1)
+            return most_likely_B.where(largest_B.isfinite(), NO_TOKEN), entropies_B
         if self.top_k:
             scores_BV = TopKLogitsWarper(min(self.top_k, scores_BV.shape[1]))(None, scores_BV)
         if self.top_p < 1:
@@ -232,7 +241,7 @@ class Sampling:
         sums_BV = scores_BV.softmax(-1).double().cumsum(-1)
         drawn_B1 = torch.tensor(numbers_B, dtype=torch.float64, device=sums_BV.device)[:, None] * sums_BV[:, -1:]
         drawn_B = torch.searchsorted(sums_BV, drawn_B1, right=True).squeeze(1).clamp_(max=sums_BV.shape[1] - 1)
-        return drawn_B.where(drawn_B1.squeeze(1).isfinite(), NO_TOKEN)
+        return drawn_B.where(drawn_B1.squeeze(1).isfinite(), NO_TOKEN), entropies_B
 
 
 def uniform_numbers(count: int, *seeds: int) -> list[float]:
@@ -248,11 +257,12 @@ class Text:
 
     Attributes:
         budget: Maximum number of tokens.
-        sampling: How tokens are drawn; None for the most likely ones.
-        numbers: A uniform number for every token, if they are drawn.
+        sampling: How tokens are drawn; None for the most likely ones, without their entropies.
+        numbers: A uniform number for every token, if they are drawn; a ``top_k`` of 1 needs none.
         tokens: The generated tokens, without the end token.
         end: The end token; None if the text was cut at its budget, or is not finished.
         is_broken: Whether it was cut because logits were not finite.
+        entropy: Sum of the entropies of the distributions that its tokens were drawn from, in nats.
     """
 
     slot: int
@@ -264,6 +274,7 @@ class Text:
     end: int | None = None
     is_broken: bool = False
     is_finished: bool = False
+    entropy: float = 0.0
 
     def take(self, token: int, ends: AbstractSet[int]) -> bool:
         """Add the next token, and return whether the text needs another one."""
@@ -279,6 +290,7 @@ class Text:
     def start_again(self) -> bool:
         """Clear the generated tokens, and return whether the text was finished."""
         self.tokens.clear()
+        self.entropy = 0.0
         was_finished, self.is_finished, self.is_broken, self.end = self.is_finished, False, False, None
         return was_finished
 
@@ -336,7 +348,7 @@ def write(
     *,
     batch_size: int,
     on_done: Callable[[int], None] = lambda num_texts: None,
-) -> None:
+) -> int:
     """Generate ``texts``, in batches of consecutive ones.
 
     Args:
@@ -345,6 +357,9 @@ def write(
         batch_size: Number of texts generated at a time; halved whenever memory runs out.
         on_done: Called after every forward pass with the number of texts that it finished, often 0. If memory runs out,
             it is called with a negative number: finished texts that must be generated again.
+
+    Returns:
+        The batch size that fitted into memory.
 
     Raises:
         DeviceMemoryError: Memory is too small for a single text.
@@ -367,6 +382,7 @@ def write(
                 )
             on_done(-sum(text.start_again() for text in batch))
             batch_size = len(batch) // 2
+    return batch_size
 
 
 def _has_room(work: Callable[[], None]) -> bool:
@@ -484,8 +500,10 @@ def _next_tokens(logits_BV: Tensor, texts: Sequence[Text]) -> Tensor:
         for start in range(0, len(drawn), _DRAWN_AT_ONCE):
             part = drawn[start : start + _DRAWN_AT_ONCE]
             rows = torch.tensor(part, device=logits_BV.device)
-            numbers = [texts[row].numbers[len(texts[row].tokens)] for row in part]
-            next_B[rows] = sampling.tokens(logits_BV[rows], numbers)
+            numbers = [texts[row].numbers[len(texts[row].tokens)] for row in part] if sampling.top_k != 1 else []
+            next_B[rows], entropies_B = sampling.tokens(logits_BV[rows], numbers)
+            for row, entropy in zip(part, entropies_B.tolist(), strict=True):
+                texts[row].entropy += entropy
     return next_B
 
 

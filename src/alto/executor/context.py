@@ -182,7 +182,11 @@ class TaskContext:
         """Tokens of one evaluation on all rows. It includes the test rows, because most evaluations are the best of
         their job so far and read them too, unless adapters are tested at the end."""
         held_out = self.data.splits[1:2] if self.evaluation_order else self.data.splits[1:]
-        return sum(split.num_tokens for split in held_out)
+        if not self.longest_completion:
+            return sum(split.num_tokens for split in held_out)
+        return sum(
+            split.num_tokens - split.num_trained_tokens + len(split) * self.longest_completion for split in held_out
+        )
 
     @property
     def has_final_evaluations(self) -> bool:
@@ -247,6 +251,10 @@ def _check_start(start: InitAdapter, task: Task, backbone: Backbone, jobs: tuple
         start.check_job("a job that the search may add", config, shape)
 
 
+ROUTER_LOSS = "router_loss"
+"""Name of the routers' load-balancing loss among the measurements of a step."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class JobState:
     """One job of a running task.
@@ -264,7 +272,7 @@ class JobState:
             good.
         saved_best_step: Step of its ``best`` state on disk; 0 before the first save.
         unsaved_losses: Training losses since the last ``train`` event.
-        unsaved_router_losses: Load-balancing losses of the same steps; empty if it trains without them.
+        unsaved_metrics: Other measurements of the same steps, by name; see ``Trainer.step_metrics``.
         unsaved_best: Step and weights of its best adapter if it is not on disk yet; only the rank that will write the
             weights holds them.
     """
@@ -281,7 +289,7 @@ class JobState:
     is_resumable: bool = True
     saved_best_step: int = 0
     unsaved_losses: list[float] = field(default_factory=list)
-    unsaved_router_losses: list[float] = field(default_factory=list)
+    unsaved_metrics: dict[str, list[float]] = field(default_factory=dict)
     unsaved_best: tuple[int, AdapterWeights | None] | None = None
 
     @property

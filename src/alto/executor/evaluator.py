@@ -84,6 +84,19 @@ class Evaluator:
         return self._evaluated(all_tallies)
 
     @torch.no_grad()
+    def sample_rows(self, jobs: Sequence[JobState], max_tokens: int) -> int:
+        """Sample a completion of at most ``max_tokens`` for each row of the next step of ``jobs``, for profiling. Rows
+        of a group share the first one's prompt.
+
+        Returns:
+            The tokens of the prompts, each once for its group, and of the completions.
+
+        Raises:
+            DeviceMemoryError: Memory is too small for a single completion.
+        """
+        return self._rollouts.sample_rows(jobs, max_tokens)
+
+    @torch.no_grad()
     def evaluate_base(
         self,
         context: TaskContext,

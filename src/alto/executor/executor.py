@@ -180,9 +180,10 @@ class Executor:
             no_memory = error
         else:
             failures = self._prepare_next(jobs_of)
-        values = trainer.added_losses(jobs)  # a collective of its own, before that of the losses
-        of_jobs = zip(jobs, trainer.read(losses), values, strict=True)
-        losses_of = {id(job): (loss, router_loss) for job, loss, router_loss in of_jobs}
+        metrics = trainer.step_metrics(jobs)  # a collective of its own, before that of the losses
+        measured = {
+            id(job): (loss, of_job) for job, loss, of_job in zip(jobs, trainer.read(losses), metrics, strict=True)
+        }
         duration_s, num_tokens = time.perf_counter() - began_s, sum(job.next_step_tokens for job in jobs)
         for name, active in jobs_of.items():
             part_s = duration_s * sum(job.next_step_tokens for job in active) / num_tokens
@@ -190,7 +191,7 @@ class Executor:
         stepped = {name: [job for job in active if trainer.has_stepped(job)] for name, active in jobs_of.items()}
         self._count(stepped, ready)
         for name, active in stepped.items():
-            self._run_isolated(name, self.sessions[name].stepped, [(job, *losses_of[id(job)]) for job in active])
+            self._run_isolated(name, self.sessions[name].stepped, [(job, *measured[id(job)]) for job in active])
         if no_memory is not None:
             for name, session in list(self.sessions.items()):
                 self._run_isolated(name, session.save)

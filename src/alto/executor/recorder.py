@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from alto.executor.context import JobState, TaskContext
+from alto.executor.context import ROUTER_LOSS, JobState, TaskContext
 from alto.executor.micro_batches import MemoryEvent
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import oom_record_event, write_oom_record
@@ -38,8 +38,8 @@ class JournalRecorder:
     """Writes events into the journal. :meth:`append` writes any event; events that are built from other objects have a
     separate method.
 
-    It changes the state of jobs in one way: recorded losses are removed from ``unsaved_losses`` and
-    ``unsaved_router_losses``.
+    It changes the state of jobs in one way: recorded values are removed from ``unsaved_losses`` and
+    ``unsaved_metrics``.
 
     Args:
         journal: Journal of the run; it writes nothing on ranks other than the first.
@@ -97,6 +97,7 @@ class JournalRecorder:
                 metrics=value.metrics,
                 metric_rows=value.rows_of(context.row_metric),
                 loss_rows=value.kept_rows(context) or _compact(value.rows_of(LOSS)),
+                answers=value.answers,
                 **_test_facts(test),
             )
             for jobs, value, test in found
@@ -190,10 +191,11 @@ class JournalRecorder:
                     job=job.id,
                     first_step=first_step,
                     losses=tuple(job.unsaved_losses),
-                    router_losses=tuple(job.unsaved_router_losses),
+                    router_losses=tuple(job.unsaved_metrics.pop(ROUTER_LOSS, ())),
+                    metrics={name: tuple(values) for name, values in job.unsaved_metrics.items()},
                 )
             )
-            job.unsaved_losses, job.unsaved_router_losses = [], []
+            job.unsaved_losses, job.unsaved_metrics = [], {}
 
     def job_evaluated(
         self, job: JobState, found: Evaluated, train_ema: float, *, is_best: bool, test: Evaluated | None = None
@@ -211,6 +213,7 @@ class JournalRecorder:
                 metric_rows=found.rows_of(job.context.row_metric),
                 loss_rows=found.kept_rows(job.context)
                 or (_compact(found.rows_of(LOSS)) if is_best or job.step in job.planned.ranking_steps else ()),
+                answers=found.answers,
                 **_test_facts(test),
             )
         )

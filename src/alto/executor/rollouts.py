@@ -6,9 +6,10 @@ completions, and other jobs change none.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,6 +20,7 @@ from torch import Tensor
 from alto.backbone import Backbone
 from alto.data import IGNORED, Advantage, EncodedDataset
 from alto.evaluation import (
+    Adapters,
     Answer,
     Completion,
     Sampling,
@@ -36,10 +38,14 @@ from alto.executor.micro_batches import JobFailedError
 from alto.executor.tally import Evaluated
 from alto.kernels import TokenSchedule
 from alto.lora import adapter_scale
+from alto.records import ShownAnswer
 from alto.spec import LOSS, GrpoSettings, JobConfig
 
 _TOKENS_PER_TRAINED = 16
 """Tokens of a generated batch for each token of the largest micro-batch: generation keeps only keys and values."""
+
+_SHOWN_ANSWERS, _SHOWN_CHARACTERS = 3, 500
+"""Answers of an evaluation that are kept for the user, and characters of each text."""
 
 _EPSILON = 1e-4
 """Added to the standard deviation of rewards, as in TRL."""
@@ -58,8 +64,10 @@ class Rollout:
 
     Attributes:
         dataset: The completions that have a gradient; may be empty.
-        metrics: Means over all completions: ``reward``, number of tokens with the end token (``completion_tokens``),
-            and whether it did not end (``truncated``).
+        metrics: Means over the completions of the prompts that came first: ``reward``, number of tokens with the end
+            token (``completion_tokens``), whether it did not end (``truncated``) and entropy of its tokens'
+            distribution (``entropy``, nats per token); and the share of the final prompts whose completions all have
+            the same reward (``equal_groups``).
     """
 
     dataset: EncodedDataset
@@ -72,21 +80,44 @@ class Rollouts:
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
         self._known: dict[JobState, tuple[int, Rollout]] = {}
+        self._fitting_tokens: int | None = None  # of a batch, once memory has run out
 
     def of_step(self, jobs: Sequence[JobState]) -> Mapping[JobState, Rollout]:
         """Return the completions of the next step of each of ``jobs``, all sampled in shared batches; a second call for
         the same step returns the same objects.
 
         Raises:
-            RewardFailedError: A reward failed; the completions of jobs before it are kept for the next call.
+            RewardFailedError: A reward failed; the next call samples the same completions again.
             DeviceMemoryError: Memory is too small for a single completion.
         """
         self._known = {job: self._known[job] for job in jobs if job in self._known}
         missing = [job for job in jobs if job not in self._known or self._known[job][0] != job.step]
-        for job, of_job in self.sample(missing).items():
-            rewards = self._scored(job.context, of_job, self._slot(job))
-            self._known[job] = (job.step, of_job.rollout(rewards, job))
+        drawn = self.sample(missing)
+        rewards = {job: self._scored(job.context, drawn[job], self._slot(job)) for job in missing}
+        metrics = {job: drawn[job].metrics(rewards[job]) for job in missing}
+        self._draw_others(drawn, rewards)
+        for job in missing:
+            self._known[job] = (job.step, drawn[job].rollout(rewards[job], job, metrics[job]))
         return {job: self._known[job][1] for job in jobs}
+
+    def _draw_others(self, drawn: Mapping[JobState, Sampled], rewards: Mapping[JobState, list[float]]) -> None:
+        """Replace prompts whose rewards teach nothing by others, as often as a job's ``dynamic_sampling`` allows."""
+        for attempt in itertools.count(1):
+            others = {
+                (job, group): other
+                for job, of_job in drawn.items()
+                for group, other in of_job.other_prompts(rewards[job], job, attempt, self._passes.backbone).items()
+            }
+            if not others:
+                return
+            self._write([text for other in others.values() for text in other.texts], list(drawn))
+            for (job, group), other in others.items():
+                scored = self._scored(job.context, other, self._slot(job))
+                drawn[job].replace(group, other, rewards[job], scored)
+
+    def metrics(self, job: JobState) -> Mapping[str, float]:
+        """Return the metrics of the step that was sampled last; empty for a job without rewards."""
+        return self._known[job][1].metrics if job in self._known else {}
 
     def sample(self, jobs: Sequence[JobState]) -> Mapping[JobState, Sampled]:
         """Sample the completions of the next step of each of ``jobs``.
@@ -96,6 +127,35 @@ class Rollouts:
         """
         sampled = {job: Sampled.for_step(job, self._slot(job), self._passes.backbone) for job in jobs}
         self._write([text for of_job in sampled.values() for text in of_job.texts], jobs)
+        return sampled
+
+    def sample_rows(self, jobs: Sequence[JobState], max_tokens: int) -> int:
+        """See :meth:`alto.executor.evaluator.Evaluator.sample_rows`."""
+        texts: list[Text] = []
+        num_tokens = 0
+        for job in jobs:
+            rows = job.order.rows_of_step(job.step)
+            size, backbone = _settings(job.config).num_generations, self._passes.backbone
+            for start in range(0, len(rows), size):
+                of_group = Sampled.of_rows(job, self._slot(job), rows[start : start + 1], backbone)
+                texts += of_group.texts[: len(rows) - start]
+                num_tokens += len(of_group.texts[0].prompt)
+        for text in texts:
+            text.budget = min(text.budget, max_tokens)
+        self._write(texts, jobs)
+        return num_tokens + sum(len(_ids(text)) for text in texts)
+
+    def answer(self, jobs: Sequence[JobState], dataset: EncodedDataset, rows: Sequence[Sequence[int]]) -> list[Sampled]:
+        """Generate what :meth:`evaluate` scores.
+
+        Raises:
+            DeviceMemoryError: Memory is too small for a single completion.
+        """
+        sampled = [
+            Sampled.greedy(self._slot(job), dataset, of_job, _settings(job.config), self._passes.backbone)
+            for job, of_job in zip(jobs, rows, strict=True)
+        ]
+        self._write([text for of_job in sampled for text in of_job.texts], jobs)
         return sampled
 
     def evaluate(
@@ -109,13 +169,9 @@ class Rollouts:
         Raises:
             RewardFailedError, DeviceMemoryError: See :meth:`of_step`.
         """
-        sampled = [
-            Sampled.greedy(self._slot(job), dataset, of_job, _settings(job.config), self._passes.backbone)
-            for job, of_job in zip(jobs, rows, strict=True)
-        ]
-        self._write([text for of_job in sampled for text in of_job.texts], jobs)
+        sampled = self.answer(jobs, dataset, rows)
         return [
-            of_job.evaluated(self._scored(job.context, of_job, self._slot(job)))
+            of_job.evaluated(self._scored(job.context, of_job, self._slot(job)), self._passes.backbone.tokenizer)
             for job, of_job in zip(jobs, sampled, strict=True)
         ]
 
@@ -133,8 +189,8 @@ class Rollouts:
             within: Context in which a forward pass over a number of tokens computes the starting point.
         """
         sampled = Sampled.greedy(0, dataset, rows, _settings(config), self._passes.backbone)
-        write(self._passes.backbone, _Start(within), sampled.texts, batch_size=self._batch_size(sampled.texts))
-        return sampled.evaluated(self._scored(context, sampled, 0))
+        self._write_with(_Start(within), sampled.texts)
+        return sampled.evaluated(self._scored(context, sampled, 0), self._passes.backbone.tokenizer)
 
     def _slot(self, job: JobState) -> int:
         slot = self._passes.local_slot(job)
@@ -143,12 +199,16 @@ class Rollouts:
 
     def _write(self, texts: Sequence[Text], jobs: Sequence[JobState]) -> None:
         if texts:
-            adapters = _JobAdapters(self._passes, jobs)
-            write(self._passes.backbone, adapters, texts, batch_size=self._batch_size(texts))
+            self._write_with(_JobAdapters(self._passes, jobs), texts)
 
-    def _batch_size(self, texts: Sequence[Text]) -> int:
+    def _write_with(self, adapters: Adapters[Any], texts: Sequence[Text]) -> None:
+        """Write ``texts`` in batches as large as memory allows; the next ones begin with the size that fitted."""
         longest = max(len(text.prompt) + text.budget for text in texts)
-        return max(1, _TOKENS_PER_TRAINED * self._passes.micro_batches.max_tokens // longest)
+        most_tokens = self._fitting_tokens or _TOKENS_PER_TRAINED * self._passes.micro_batches.max_tokens
+        batch_size = max(1, most_tokens // longest)
+        fitting = write(self._passes.backbone, adapters, texts, batch_size=batch_size)
+        if fitting < batch_size:
+            self._fitting_tokens = fitting * longest
 
     def _scored(self, context: TaskContext, sampled: Sampled, slot: int) -> list[float]:
         assert context.rewards is not None, "the task has rewards"
@@ -200,7 +260,7 @@ class Sampled:
         references: Tokens of the reply of each text's row.
     """
 
-    def __init__(self, texts: Sequence[Text], references: Sequence[Sequence[int]], settings: GrpoSettings) -> None:
+    def __init__(self, texts: list[Text], references: list[list[int]], settings: GrpoSettings) -> None:
         self.texts = texts
         self._references = references
         self._settings = settings
@@ -208,17 +268,45 @@ class Sampled:
     @classmethod
     def for_step(cls, job: JobState, slot: int, backbone: Backbone) -> Self:
         """Return the completions that a job trains on in its next step, to be written by the adapter in ``slot``."""
+        return cls.of_rows(job, slot, job.order.rows_of_step(job.step), backbone)
+
+    @classmethod
+    def of_rows(cls, job: JobState, slot: int, rows: Iterable[int], backbone: Backbone, *seeds: int) -> Self:
+        """Return completions of ``rows`` that a job draws in its next step, with random numbers that also depend on
+        ``seeds``."""
         settings, limit = _settings(job.config), max_positions(backbone)
         sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
         texts, references = [], []
-        for row in job.order.rows_of_step(job.step):
+        for row in rows:
             prompt, reference = prompt_and_reply(job.context.data.train, row)
             budget = budget_of(prompt, settings.max_completion_length, limit)
             for number in range(settings.num_generations):
-                numbers = uniform_numbers(budget, job.config.seed, job.step, row, number)
+                numbers = uniform_numbers(budget, job.config.seed, job.step, row, number, *seeds)
                 texts.append(Text(slot, prompt, budget, sampling, numbers))
                 references.append(reference)
         return cls(texts, references, settings)
+
+    def other_prompts(
+        self, rewards: Sequence[float], job: JobState, attempt: int, backbone: Backbone
+    ) -> dict[int, Sampled]:
+        """Return completions of another random prompt, to be written, for each group whose rewards teach nothing; empty
+        if the job's ``dynamic_sampling`` allows fewer attempts."""
+        if attempt > self._settings.dynamic_sampling:
+            return {}
+        found = {}
+        for group, of_group in enumerate(groups_of(rewards, self._settings)):
+            if are_equal(of_group):
+                (number,) = uniform_numbers(1, job.config.seed, job.step, attempt, group)
+                row = int(number * len(job.context.data.train))
+                found[group] = self.of_rows(job, self.texts[0].slot, [row], backbone, attempt, group)
+        return found
+
+    def replace(self, group: int, other: Sampled, rewards: list[float], other_rewards: Sequence[float]) -> None:
+        """Replace the completions of a group, and their ``rewards``, by those of another prompt."""
+        size = self._settings.num_generations
+        of_group = slice(group * size, (group + 1) * size)
+        self.texts[of_group], self._references[of_group] = other.texts, other._references
+        rewards[of_group] = other_rewards
 
     @classmethod
     def greedy(
@@ -226,13 +314,15 @@ class Sampled:
     ) -> Self:
         """Return the most likely completion of each of ``rows``, to be written by the adapter in ``slot``."""
         limit, rows_read = max_positions(backbone), [prompt_and_reply(dataset, row) for row in rows]
+        most_likely = Sampling(settings.temperature, top_k=1)
         texts = [
-            Text(slot, prompt, budget_of(prompt, settings.max_completion_length, limit)) for prompt, _ in rows_read
+            Text(slot, prompt, budget_of(prompt, settings.max_completion_length, limit), most_likely)
+            for prompt, _ in rows_read
         ]
         return cls(texts, [reference for _, reference in rows_read], settings)
 
-    def completions(self, tokenizer: Any) -> list[Completion]:
-        """Return the completions, to be scored."""
+    def completions(self, tokenizer: Any, count: int | None = None) -> list[Completion]:
+        """Return the first ``count`` completions, or all, to be scored."""
         return [
             Completion(
                 answer=Answer(
@@ -242,24 +332,27 @@ class Sampled:
                 ),
                 ids=_ids(text),
             )
-            for text, reference in zip(self.texts, self._references, strict=True)
+            for text, reference in list(zip(self.texts, self._references, strict=True))[:count]
         ]
 
     def metrics(self, rewards: Sequence[float]) -> dict[str, float]:
-        """Return the mean reward, the mean number of tokens, and the share of completions that did not end.
+        """Return the mean reward, the mean number of tokens, the share of completions that did not end, and the mean
+        entropy of a token.
 
         Completions that no reward can score do not count in the mean reward. It is NaN if the adapter's logits are not
         finite.
         """
+        num_tokens = sum(len(_ids(text)) for text in self.texts)
         scored = [reward for reward in rewards if not math.isnan(reward)]
         mean = statistics.fmean(scored) if scored else 0.0
         return {
             "reward": math.nan if self._is_broken else mean,
-            "completion_tokens": statistics.fmean(len(_ids(text)) for text in self.texts),
+            "completion_tokens": num_tokens / len(self.texts),
             "truncated": statistics.fmean(text.end is None for text in self.texts),
+            "entropy": sum(text.entropy for text in self.texts) / max(1, num_tokens),
         }
 
-    def evaluated(self, rewards: Sequence[float]) -> Evaluated:
+    def evaluated(self, rewards: Sequence[float], tokenizer: Any) -> Evaluated:
         """Return the evaluation: the loss of a row is its negative reward. A row that no reward can score counts as the
         mean of the others."""
         metrics = self.metrics(rewards)
@@ -269,15 +362,27 @@ class Sampled:
             loss=0.0 - metrics["reward"],
             metrics=metrics,
             rows={LOSS: tuple(0.0 - reward for reward in rows), "reward": rows},
+            answers=tuple(
+                ShownAnswer(
+                    prompt=completion.answer.prompt[:_SHOWN_CHARACTERS],
+                    answer=completion.answer.answer[:_SHOWN_CHARACTERS],
+                    reward=None if math.isnan(reward) else reward,
+                )
+                for completion, reward in zip(self.completions(tokenizer, _SHOWN_ANSWERS), rewards, strict=False)
+            ),
         )
 
     @property
     def _is_broken(self) -> bool:
         return any(text.is_broken for text in self.texts)
 
-    def rollout(self, rewards: Sequence[float], job: JobState) -> Rollout:
+    def rollout(self, rewards: Sequence[float], job: JobState, metrics: Mapping[str, float]) -> Rollout:
         """Return the completions that have a gradient: all if the loss has a divergence or a balance of routers, else
-        those with an advantage."""
+        those with an advantage.
+
+        Args:
+            metrics: Means over the completions of the prompts that came first.
+        """
         settings, has_all = self._settings, bool(self._settings.beta or job.planned.router_aux_loss_coef)
         advantages = group_advantages(rewards, settings)
         is_left_out = [settings.mask_truncated_completions and text.end is None for text in self.texts]
@@ -291,7 +396,8 @@ class Sampled:
             # The loss is divided by the number of its rows.
             advantages=tuple(Advantage(advantages[number], factors[number] * len(used)) for number in used),
         )
-        return Rollout(dataset=dataset, metrics=self.metrics(rewards))
+        equal_groups = statistics.fmean(are_equal(group) for group in groups_of(rewards, settings))
+        return Rollout(dataset=dataset, metrics={**metrics, "equal_groups": equal_groups})
 
 
 def prompt_and_reply(dataset: EncodedDataset, row: int) -> tuple[tuple[int, ...], list[int]]:
@@ -307,11 +413,9 @@ def prompt_and_reply(dataset: EncodedDataset, row: int) -> tuple[tuple[int, ...]
 def group_advantages(rewards: Sequence[float], settings: GrpoSettings) -> list[float]:
     """Return how much better each reward is than the mean of its group, in standard deviations if rewards are scaled;
     0 for rewards that are NaN. Standard deviations divide by the number of rewards less one, as in TRL."""
-    size = settings.num_generations
-    groups = [rewards[start : start + size] for start in range(0, len(rewards), size)]
     of_batch = _deviation(rewards)
     found = []
-    for group in groups:
+    for group in groups_of(rewards, settings):
         known = [reward for reward in group if not math.isnan(reward)]
         mean = statistics.fmean(known) if known else 0.0
         scale = {"group": _deviation(group) + _EPSILON, "batch": of_batch + _EPSILON, "none": 1.0}[
@@ -319,6 +423,17 @@ def group_advantages(rewards: Sequence[float], settings: GrpoSettings) -> list[f
         ]
         found += [0.0 if math.isnan(reward) else (reward - mean) / scale for reward in group]
     return found
+
+
+def groups_of(rewards: Sequence[float], settings: GrpoSettings) -> list[Sequence[float]]:
+    """Return the rewards of each prompt's completions."""
+    size = settings.num_generations
+    return [rewards[start : start + size] for start in range(0, len(rewards), size)]
+
+
+def are_equal(group: Sequence[float]) -> bool:
+    """Return whether the rewards of a prompt's completions teach nothing: all that are known are equal."""
+    return len({reward for reward in group if not math.isnan(reward)}) < 2
 
 
 def _deviation(rewards: Sequence[float]) -> float:

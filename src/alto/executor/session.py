@@ -4,7 +4,7 @@ to the result."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from alto.backbone import is_out_of_memory
@@ -12,7 +12,7 @@ from alto.base import resume_command
 from alto.errors import AltoError, DeviceMemoryError, JobCommandError, RunBusyError, RunWriteError, TaskInterruptedError
 from alto.executor.beginning import RunInputs, begin_task
 from alto.executor.conclusion import Hooks, conclude, hold_rung
-from alto.executor.context import JobState, TaskContext
+from alto.executor.context import ROUTER_LOSS, JobState, TaskContext
 from alto.executor.evaluations import evaluate_jobs, finish_jobs, measure_best
 from alto.executor.exploration import EXPLORING_FRACTION, Exploration, clone_job, describe_changes
 from alto.executor.lifecycle import GpuOffers, JobAdmitter, JobLifecycle, start_like_others
@@ -158,16 +158,17 @@ class TaskSession:
         if self._admitter.admit_jobs(share, taken):
             self._gpu_offers.offer()
 
-    def stepped(self, losses: Sequence[tuple[JobState, float, float | None]]) -> None:
+    def stepped(self, losses: Sequence[tuple[JobState, float, Mapping[str, float]]]) -> None:
         """Count a step of each job with its training loss, then evaluate the jobs that are due. ``losses`` holds each
-        job with its training loss and the load-balancing loss of its routers (None if it trains without it)."""
+        job with its training loss and the other measurements of the step."""
         self._exploration.stepped([job for job, *_ in losses])
-        for job, loss, router_loss in losses:
+        for job, loss, metrics in losses:
             job.step += 1
             job.unsaved_losses.append(loss)
-            if router_loss is not None:
-                job.unsaved_router_losses.append(router_loss)
-            decision = self.state.selection.observe_losses(job.id, job.step, [loss])
+            for name, value in metrics.items():
+                job.unsaved_metrics.setdefault(name, []).append(value)
+            sampled = {name: [value] for name, value in metrics.items() if name != ROUTER_LOSS}
+            decision = self.state.selection.observe_losses(job.id, job.step, [loss], sampled)
             if decision is not None:
                 self._lifecycle.end(job, decision)
         competing = [job for job, *_ in losses if self.state.is_competing(job)]

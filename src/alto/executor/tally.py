@@ -10,7 +10,7 @@ import torch
 
 from alto.executor.context import TaskContext
 from alto.objectives import DerivedMetrics, Terms
-from alto.records import LabelSet
+from alto.records import LabelSet, ShownAnswer
 from alto.spec import LOSS, source_metric
 
 
@@ -23,11 +23,13 @@ class Evaluated:
         metrics: Other metrics of the objective, by name.
         rows: Values of every evaluated row by name: the loss (the mean over the row's trained tokens; for a pair, the
             pair's loss) and the metric that selects jobs. A value of which only the mean is known is missing.
+        answers: The first answers of a job that learns from rewards, to be shown.
     """
 
     loss: float
     metrics: Mapping[str, float]
     rows: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    answers: tuple[ShownAnswer, ...] = ()
 
     def rows_of(self, name: str | None) -> tuple[float, ...]:
         """Return the value of every row; empty if the values are not known or ``name`` is None."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from alto.backbone import is_out_of_memory, release_memory
 from alto.data import JobRows
 from alto.errors import DeviceMemoryError
-from alto.executor.context import JobState
+from alto.executor.context import ROUTER_LOSS, JobState
 from alto.executor.evaluator import Evaluator
 from alto.executor.forward_plan import JobBatch, Passes, schedule_of
 from alto.executor.micro_batches import NoMemoryError, watching
@@ -251,13 +251,15 @@ class Trainer(Evaluator):
         synchronization of the step."""
         return self.passes.ranks.sum([float(loss) for loss in losses.tolist()])
 
-    def added_losses(self, jobs: Sequence[JobState]) -> Sequence[float | None]:
-        """Return the loss that an auxiliary term has added in the last step to each of its ``jobs``, without its
-        factor; None for jobs without one. Called once, because the terms and the data of their jobs are freed."""
+    def step_metrics(self, jobs: Sequence[JobState]) -> Sequence[Mapping[str, float]]:
+        """Return the measurements of the last step of each of ``jobs`` beside its loss: the means over the completions
+        that it sampled, and as ``router_loss`` the loss that an auxiliary term has added, without its factor. Called
+        once, because the terms and the data of their jobs are freed."""
         terms, self._terms = self._terms, ()
         values = next((values for term in terms if (values := term.values())), [None] * len(self._batched))
         of_jobs = dict(zip(self._batched, values, strict=True))
-        return [of_jobs.get(job) for job in jobs]
+        added = ({} if (value := of_jobs.get(job)) is None else {ROUTER_LOSS: value} for job in jobs)
+        return [{**self._rollouts.metrics(job), **own} for job, own in zip(jobs, added, strict=True)]
 
     def forget(self) -> None:
         """Clear all gradients, after an error in :meth:`backward`."""

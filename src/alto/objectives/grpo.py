@@ -71,4 +71,4 @@ def _exp(values_S: Tensor) -> Tensor:
 def _no_metrics(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
     """Return zeros for the metrics, which are measured on sampled completions and not in the loss."""
     zeros_J = torch.zeros(len(batch.slots), dtype=torch.float64, device=device)
-    return dict.fromkeys(("reward", "completion_tokens", "truncated"), zeros_J)
+    return dict.fromkeys(("reward", "completion_tokens", "truncated", "entropy"), zeros_J)

@@ -20,6 +20,7 @@ from alto.records.evaluation import (
     Metric,
     Prediction,
     ScorerName,
+    ShownAnswer,
 )
 from alto.records.jobs import (
     Candidate,
@@ -113,6 +114,7 @@ __all__ = [
     "ScorerName",
     "Segments",
     "Sharing",
+    "ShownAnswer",
     "SimulationOutcome",
     "SplitLoss",
     "StartValue",

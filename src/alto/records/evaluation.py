@@ -29,6 +29,20 @@ GenerationBackend = Literal["alto", "vllm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShownAnswer:
+    """An answer to a validation prompt while a job that learns from rewards trains, to be shown to the user.
+
+    Attributes:
+        prompt, answer: Their texts, cut after 500 characters.
+        reward: Its reward; None if no reward could score it.
+    """
+
+    prompt: str
+    answer: str
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """The measurements of one set of weights on held-out rows; a metric that was not measured is None.
 

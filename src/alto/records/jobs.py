@@ -13,6 +13,7 @@ class ExitReason(StrEnum):
 
     DIVERGING = "diverging"
     OVERFITTING = "overfitting"
+    COLLAPSED = "collapsed"
     UNDERPERFORMING = "underperforming"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -41,6 +42,8 @@ class LossPoint:
         start_loss: Validation loss before the first step; None if it is not known.
         loss_rows: Loss of every validation row of the evaluation, in the order of evaluation; empty if evaluations use
             all rows.
+        step_metrics: Measurements of each training step since the previous evaluation, by name; only for jobs that
+            learn from rewards (see the event ``train``).
     """
 
     job: str
@@ -53,6 +56,7 @@ class LossPoint:
     loss_scale: str = ""
     start_loss: float | None = None
     loss_rows: tuple[float, ...] = ()
+    step_metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     @property
     def progress(self) -> float:

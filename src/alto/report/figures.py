@@ -31,6 +31,7 @@ _DRAWING_ORDER = (
     "budget",
     "failed",
     "overfitting",
+    "collapsed",
     "pending",
     "parked",
     "training",

@@ -9,6 +9,7 @@ from typing import Any
 
 from alto.base import read_json
 from alto.errors import RunError
+from alto.records import ShownAnswer
 from alto.report.importance import MIN_JOBS, importance_of_settings
 from alto.report.pages import render_page, timestamp, write_page
 from alto.report.run_drawings import run_figures
@@ -164,7 +165,16 @@ def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict
         "tested": describe_test(history, history.best) if history.best else "",
         "lead": lead_of_winner(history),
         "figures": run_figures(history, table),
+        "progress": [] if history.best is None else answers_over_time(history.best),
     }
+
+
+def answers_over_time(job: JobHistory) -> list[tuple[str, tuple[ShownAnswer, ...]]]:
+    """Return the answers of a job before training, halfway to its best adapter, and by its best adapter, each with the
+    moment in words; empty for a job that does not learn from rewards."""
+    middle = min((step for step in job.answers if step), key=lambda step: abs(step - job.best_step / 2), default=0)
+    steps = dict.fromkeys(step for step in (0, middle, job.best_step) if step in job.answers)
+    return [(f"step {step}" if step else "before training", job.answers[step]) for step in steps]
 
 
 def _evaluations(run_dir: Path) -> list[dict[str, Any]]:

@@ -329,6 +329,8 @@ class RunHistory(JournalFold):
             start = StartValue(validation_loss=value.validation_loss, score=score_of(self.metric, value.metrics))
             for job in value.jobs:
                 self._job(job).start = start
+                if value.answers:
+                    self._job(job).answers[0] = value.answers
 
     def _on_resumed(self, event: events.TaskResumed, time: float) -> None:
         # A finished run that trains further jobs gets a new result.
@@ -386,6 +388,8 @@ class RunHistory(JournalFold):
         )
         job.evaluations.append(point)
         job.metrics.append(event.metrics)
+        if event.answers:
+            job.answers[event.step] = event.answers
         if event.test_loss is not None:
             job.test_losses[event.step] = event.test_loss
             job.test_metrics[event.step] = event.test_metrics

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from alto.records import ExitReason, LossPoint, StartValue
+from alto.records import ExitReason, LossPoint, ShownAnswer, StartValue
 
 
 class RunStatus(StrEnum):
@@ -95,6 +95,7 @@ class JobHistory:
         test_losses: Loss on the test rows by step, for every evaluation that was its best so far; empty if there are no
             test rows.
         test_metrics: Metrics of its method on the test rows, by the same steps.
+        answers: Answers to the first validation rows by step, if it learns from rewards; step 0 is before training.
         exit_evidence: Numbers on which the exit was based, by name.
         origin: The job of which it is a clone or copy; None for all other jobs.
         forked_at: Step of ``origin`` from which a copy continues; 0 for all other jobs.
@@ -129,6 +130,7 @@ class JobHistory:
     best_metric_rows: tuple[float, ...] = ()
     test_losses: dict[int, float] = field(default_factory=dict)
     test_metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    answers: dict[int, tuple[ShownAnswer, ...]] = field(default_factory=dict)
     exit_reason: ExitReason | str | None = None
     exit_evidence: Mapping[str, float | str] = field(default_factory=dict)
     start: StartValue | None = None

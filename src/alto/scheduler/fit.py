@@ -97,7 +97,9 @@ def fit_throughput(points: Sequence[ThroughputPoint]) -> ThroughputFit:
 
 
 def saturation(points: Sequence[ThroughputPoint]) -> int:
-    """Return the fewest tokens of a measured step that reaches `SATURATED` of the best measured tokens per second.
+    """Return the fewest tokens of a measured step that reaches `SATURATED` of the best measured tokens per second. If
+    only the largest step does, larger ones may be faster still: then return the tokens at which the fitted model
+    reaches `SATURATED` of its highest speed, if they are more.
 
     Raises:
         ProfileError: There is no point.
@@ -105,7 +107,12 @@ def saturation(points: Sequence[ThroughputPoint]) -> int:
     _check_measured(points)
     rates = {point: point.num_tokens / point.duration_s for point in points}
     best = max(rates.values())
-    return min(point.num_tokens for point, rate in rates.items() if rate >= SATURATED * best)
+    measured = min(point.num_tokens for point, rate in rates.items() if rate >= SATURATED * best)
+    fit, largest = fit_throughput(points), max(points, key=lambda point: point.num_tokens)
+    if measured < largest.num_tokens or not fit.token_s:
+        return measured
+    fixed_s = fit.step_s + fit.job_s * largest.num_jobs
+    return max(measured, math.ceil(SATURATED / (1.0 - SATURATED) * fixed_s / fit.token_s))
 
 
 def _check_measured(points: Sequence[ThroughputPoint]) -> None:

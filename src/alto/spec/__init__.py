@@ -64,7 +64,7 @@ from alto.spec.objective_settings import (
     OrpoSettings,
 )
 from alto.spec.row_objects import first_row
-from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
+from alto.spec.rules import RULES, CollapseSettings, DivergenceSettings, GapSettings, Rule, UpturnSettings
 from alto.spec.scoring import (
     LEAST_SCORE,
     LOSS,
@@ -126,6 +126,7 @@ __all__ = [
     "BaseModelSpec",
     "BaseObjects",
     "Budget",
+    "CollapseSettings",
     "CpoLossType",
     "CpoSettings",
     "DataKeys",

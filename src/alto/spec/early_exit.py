@@ -22,7 +22,7 @@ from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError
 from alto.records import Rung
 from alto.spec.keys import canonical_keys
-from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
+from alto.spec.rules import RULES, CollapseSettings, DivergenceSettings, GapSettings, Rule, UpturnSettings
 from alto.spec.validation import is_finite_number, parsed, plain
 
 # A product this close to a whole number, relative to it, counts as that number: 0.07 * 100 is 7.000000000000001 in
@@ -118,13 +118,17 @@ DEFAULT_EVALUATION_SHARE = 0.2
 
 _MOST_KEPT = 10**6
 _RULES_OF_POLICY: Mapping[str, Mapping[str, str]] = {
-    "alto": {"detect_divergence": "divergence", "detect_overfitting": "overfitting_upturn"},
+    "alto": {
+        "detect_divergence": "divergence",
+        "detect_overfitting": "overfitting_upturn",
+        "detect_collapse": "collapse",
+    },
     "paper": {"detect_divergence": "divergence", "detect_overfitting": "overfitting_gap"},
 }
 """The rules of each policy in the order of their calls, by the setting that switches each rule on or off."""
 
 
-class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
+class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSettings):
     """The settings that decide which jobs are stopped early, and on what evidence.
 
     Two policies share these settings. ``paper`` is exactly Algorithm 1 of the ALTO paper. ``alto`` (the default)
@@ -139,8 +143,12 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         policy: ``alto`` or ``paper``.
         detect_divergence: End jobs whose smoothed training loss and validation loss both rise.
         detect_overfitting: End jobs that overfit; their best adapter is kept and still competes.
+        detect_collapse: End jobs of ``method: grpo`` that have stopped learning (``alto`` only): for
+            ``collapse_patience`` steps in a row, all completions of each prompt had equal rewards, or their tokens were
+            certain, or almost none ended although most did at the start. Their best adapter is kept and still competes.
         rules: Further rules by name, called after those of the policy: a mapping of a rule's settings, or true for its
-            defaults. Packages register rules; ALTO's are ``divergence``, ``overfitting_gap``, ``overfitting_upturn``.
+            defaults. Packages register rules; ALTO's are ``divergence``, ``overfitting_gap``, ``overfitting_upturn``,
+            ``collapse``.
         select: Rank the jobs at every rung and end those that are not kept.
         preset: Rungs, ``min_kept``, ``finish_from`` and ``clear_from`` by name (``alto`` only). If no rungs are given,
             None means ``preferences`` for a method that learns which replies are better (``dpo``, ``kto`` and similar),
@@ -175,6 +183,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         window: Number of evaluations over which a divergence slope is fitted.
         divergence_patience: Number of evaluations in a row at which a job must look diverging.
         overfitting_patience: Number of evaluations in a row at which a job must look overfit.
+        collapse_patience: Number of steps in a row at which a job must look collapsed (``alto`` only).
         tau_slope: Slope from which a loss counts as rising, in the unit of the loss (nats per token) per evaluation.
         tau_gap: Gap between validation loss and smoothed training loss, relative to the training loss (``paper`` only).
         tau_upturn: Smallest rise of the validation loss above its best value, relative to that value, that can count as
@@ -197,6 +206,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     policy: Literal["alto", "paper"] = Field(default="alto", description="which rules decide")
     detect_divergence: bool = Field(default=True, description="end diverging jobs")
     detect_overfitting: bool = Field(default=True, description="end overfitting jobs")
+    detect_collapse: bool = Field(default=True, description="end jobs whose rewards teach nothing any more")
     rules: Mapping[str, SerializeAsAny[Rule]] = Field(default={}, description="further rules and their settings")
     select: bool = Field(default=True, description="rank the jobs at rungs")
     warmup_ratio: float | None = Field(

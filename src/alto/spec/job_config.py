@@ -370,7 +370,7 @@ class JobConfig(SpecModel):
                 "estimated from replies of other rows of a batch. Raise it, or set loss_type: apo_zero_unpaired."
             )
         count = self.objective.completions_per_row
-        if (batch := self.per_device_train_batch_size * self.gradient_accumulation_steps) % count:
+        if (batch := self.sequences_per_step) % count:
             raise ValueError(
                 f"per_device_train_batch_size times gradient_accumulation_steps should be a multiple of "
                 f"num_generations, because it counts completions, found {batch} and {count}. Change one of them; for "
@@ -386,7 +386,12 @@ class JobConfig(SpecModel):
         """Rows of one optimizer step. The loss is computed over all of them together, so the division into
         micro-batches changes nothing, except for rows with labels (:meth:`row_factors`). With a method that generates,
         a batch counts completions, as in TRL, and the rows are its prompts."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps // self.objective.completions_per_row
+        return self.sequences_per_step // self.objective.completions_per_row
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Rows of a step, or completions if the job generates them."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     def row_factors(self, num_rows: int) -> tuple[float, ...]:
         """Return a factor per row of a step that turns the mean over rows into the mean over micro-step means.

@@ -327,6 +327,12 @@ class GrpoSettings(ObjectiveSettings):
         default=None, gt=0, le=1e6, description="upper clipping; by default epsilon; no effect with one iteration"
     )
     num_iterations: int = Field(default=1, description="number of steps per generation; only 1 is supported")
+    dynamic_sampling: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="how often another prompt is drawn for one whose completions all have the same reward (DAPO)",
+    )
 
     @property
     def completions_per_row(self) -> int:
@@ -524,7 +530,7 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             implementation="alto.objectives.grpo:Grpo",
             settings=GrpoSettings,
             is_paired=False,
-            metrics=("reward", "completion_tokens", "truncated"),
+            metrics=("reward", "completion_tokens", "truncated", "entropy"),
             scores=("reward",),
             loss_unit="negative mean reward",
             has_row_losses=True,

@@ -85,6 +85,14 @@ class UpturnSettings(OverfittingSettings):
     tau_noise: float = Field(default=3.0, ge=0, description="the same rise in standard deviations of the loss's noise")
 
 
+class CollapseSettings(SpecModel):
+    """Settings of the test for jobs that learn from rewards and have stopped learning."""
+
+    collapse_patience: int = Field(
+        default=20, ge=2, le=_MAX_EVALUATIONS, description="number of steps in a row that must look collapsed"
+    )
+
+
 def _rule(found: object) -> type[Rule]:
     if not isinstance(found, type) or not issubclass(found, Rule):
         kind = found.__name__ if isinstance(found, type) else type(found).__name__
@@ -110,6 +118,7 @@ RULES: Registry[type[Rule]] = Registry(
         "divergence": "alto.early_exit.patterns:Divergence",
         "overfitting_gap": "alto.early_exit.patterns:OverfittingGap",
         "overfitting_upturn": "alto.early_exit.patterns:OverfittingUpturn",
+        "collapse": "alto.early_exit.patterns:Collapse",
     },
     check=_rule,
 )

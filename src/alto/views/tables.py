@@ -146,6 +146,8 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_rep
         sentence = _explain_diverging(numbers)
     elif job.exit_reason == ExitReason.OVERFITTING:
         sentence = _explain_overfitting(numbers)
+    elif job.exit_reason == ExitReason.COLLAPSED:
+        sentence = _explain_collapsed(numbers)
     elif job.exit_reason == ExitReason.UNDERPERFORMING:
         progress = numbers.get("progress", job.progress if rung_progress is None else rung_progress)
         sentence = _explain_underperforming(numbers, progress, has_repetitions=has_repetitions)
@@ -174,6 +176,22 @@ def _explain_diverging(evidence: Mapping[str, float]) -> str | None:
         return (
             f"training loss rose by {evidence['train_slope']:.3g} and validation loss by "
             f"{evidence['validation_slope']:.3g} per evaluation{_times(evidence)} (allowed: {evidence['tau_slope']:g})"
+        )
+    return None
+
+
+def _explain_collapsed(evidence: Mapping[str, float]) -> str | None:
+    if not {"reward", "in_a_row"} <= evidence.keys():
+        return None
+    steps = f"for {evidence['in_a_row']:.0f} steps, with a mean reward of {evidence['reward']:.3g}"
+    if "equal_groups" in evidence:
+        return f"all completions of each prompt had equal rewards {steps}"
+    if "entropy" in evidence:
+        return f"tokens were certain (entropy {evidence['entropy']:.2g} nats) {steps}"
+    if {"truncated", "first_reward"} <= evidence.keys():
+        return (
+            f"{format_percent(evidence['truncated'])} of the completions did not end {steps} "
+            f"({evidence['first_reward']:.3g} at the start)"
         )
     return None
 

@@ -45,6 +45,7 @@ OUTCOME_STYLES = {
     "training": "bold",
     "completed": "cyan",
     "overfitting": "yellow",
+    "collapsed": "yellow",
     "diverging": "red",
     "failed": "red",
     "stopped": "magenta",

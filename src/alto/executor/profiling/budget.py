@@ -106,16 +106,20 @@ class MeasuringBudget:
             max_tokens: Largest number of tokens of a rank's step, except in the first two sizes.
             num_jobs: Number of jobs of a rank.
         """
-        largest_batch = max(job.config.rows_per_step for job in task.jobs)
+        largest_batch = max(job.config.sequences_per_step for job in task.jobs)
         num_jobs = min(MAX_JOBS, num_jobs)
         mean = statistics.fmean(length.num_tokens for length in lengths)
-        samples = sum(job.config.samples_after(job.config.total_steps(num_rows), num_rows) for job in task.jobs)
+        sequences = sum(
+            job.config.samples_after(job.config.total_steps(num_rows), num_rows)
+            * job.config.objective.completions_per_row
+            for job in task.jobs
+        )
         sizes = [round(num_ranks * shape.num_rows * mean) for shape in step_shapes(num_jobs, largest_batch)]
         most = num_ranks * max_tokens
         num_evaluated = num_ranks * min(NUM_EVALUATED[device.type], num_jobs * largest_batch)
         return cls(
             sizes=tuple(size for index, size in enumerate(sizes) if index < NUM_SIZES or size <= most),
-            task_tokens=samples * mean,
+            task_tokens=sequences * mean,
             eval_tokens=round(num_evaluated * mean),
             least_s=_LEAST_BUDGET_S[device.type],
             warms_up=device.type != "cpu",

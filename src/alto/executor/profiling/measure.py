@@ -48,6 +48,7 @@ class Measured:
         durations: Durations of steps, without the first step of each size, with the fastest number of CPU threads.
         threads: Durations of the last of these steps by number of CPU threads, all threads first; empty if only one
             number was tried.
+        sample_token_s: Seconds to sample completions per token of prompts and completions; 0 if jobs do not generate.
     """
 
     memory: tuple[MemoryPoint, ...]
@@ -56,6 +57,7 @@ class Measured:
     capacity_bytes: int
     duration_s: float
     threads: tuple[ThreadTime, ...] = ()
+    sample_token_s: float = 0.0
 
     @property
     def num_threads(self) -> int | None:
@@ -80,6 +82,7 @@ class Measured:
             capacity_bytes=values["capacity_bytes"],
             duration_s=values["duration_s"],
             threads=tuple(ThreadTime(**time) for time in values.get("threads", ())),
+            sample_token_s=values.get("sample_token_s", 0.0),
         )
 
 
@@ -119,7 +122,7 @@ def measure(
     began = clock()
     jobs = plan_jobs(task, backbone.model, num_rows)
     capacity = -int(ranks.max(-capacity_bytes(backbone.device, ranks.size)))  # the smallest
-    largest_batch = max(job.config.rows_per_step for job in task.jobs)
+    largest_batch = max(job.config.sequences_per_step for job in task.jobs)
     size = one_slot(task, jobs, backbone)
     fitting = (MARGIN * capacity - backbone.num_bytes) / 2 / size.bytes_per_slot
     num_jobs = _measured_jobs(task, len(jobs), fitting, ranks)
@@ -155,7 +158,7 @@ def measure(
         num_jobs=num_jobs,
         device=backbone.device,
     )
-    token_s = 0.0
+    token_s = eval_token_s = sample_token_s = 0.0
     try:
         for shape in todo:
             admitted = _admitted(chosen, shape, len(rows.train), ranks)
@@ -194,9 +197,12 @@ def measure(
         evaluated = _admitted(chosen, StepShape(num_jobs=1, batch_size=1), 1, ranks)
         is_warm = backbone.device.type == "cpu"
         with using_threads(fastest(threads).num_threads if threads else None):
-            repeats_s = _timed(lambda: trainer.evaluate(evaluated), ranks, clock, is_warm=is_warm)
-        seconds = ranks.max(statistics.median(repeats_s))
-        eval_token_s = seconds / (len(evaluated) * rows.validation.num_tokens)
+            if entry.generates:
+                sample_token_s = _sample_token_s(trainer, chosen, len(rows.train), clock)
+            else:
+                repeats_s = _timed(lambda: trainer.evaluate(evaluated), ranks, clock, is_warm=is_warm)
+                seconds = ranks.max(statistics.median(repeats_s))
+                eval_token_s = seconds / (len(evaluated) * rows.validation.num_tokens)
     except RowTooLargeError as error:
         raise DeviceMemoryError(_nothing_fits(int(error.evidence["row_tokens"]), backbone)) from None
     finally:
@@ -205,6 +211,7 @@ def measure(
         memory=tuple(memory),
         durations=tuple(durations),
         eval_token_s=eval_token_s,
+        sample_token_s=sample_token_s,
         capacity_bytes=capacity,
         duration_s=clock() - began,
         threads=threads,
@@ -306,6 +313,23 @@ def _steps_s(
             job.step += 1
 
     return _timed(step, ranks, clock, is_warm=is_warm)
+
+
+_SAMPLED_TEXTS, _SAMPLED_TOKENS = 64, 16
+"""Completions that are sampled to measure the time, of all jobs together, and tokens of each at most."""
+
+
+def _sample_token_s(trainer: Trainer, chosen: Sequence[JobState], num_rows: int, clock: Callable[[], float]) -> float:
+    """Return the seconds of sampling per token of prompts and completions, with many completions at a time as in a
+    step."""
+    batch_size = max(1, min(_SAMPLED_TEXTS // len(chosen), chosen[0].config.sequences_per_step))
+    jobs = [
+        replace(job, slot=slot, planned=replace(job.planned, order=DataOrder(num_rows, batch_size, slot)))
+        for slot, job in enumerate(chosen)
+    ]
+    began = clock()
+    num_tokens = trainer.sample_rows(jobs, _SAMPLED_TOKENS)
+    return (clock() - began) / num_tokens
 
 
 def _timed(action: Callable[[], object], ranks: Ranks, clock: Callable[[], float], *, is_warm: bool) -> list[float]:

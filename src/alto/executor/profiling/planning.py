@@ -424,8 +424,7 @@ def _smallest_pass(context: TaskContext) -> int | None:
     do not generate."""
     if not context.objective.method.entry.generates:
         return None
-    configs = [job.config for job in context.jobs]
-    return min(config.rows_per_step * config.objective.completions_per_row for config in configs)
+    return min(job.config.sequences_per_step for job in context.jobs)
 
 
 def _work(job: PlannedJob, context: TaskContext) -> JobWork:

@@ -142,7 +142,13 @@ def _check(measured: Measured) -> None:
     values = [value for point in measured.memory for value in asdict(point).values()]
     values += [value for point in measured.durations for value in asdict(point).values()]
     values += [value for point in measured.threads for value in asdict(point).values()]
-    for value in (*values, measured.eval_token_s, measured.capacity_bytes, measured.duration_s):
+    for value in (
+        *values,
+        measured.eval_token_s,
+        measured.sample_token_s,
+        measured.capacity_bytes,
+        measured.duration_s,
+    ):
         if not is_number(value, least=0, most=_MAX_MEASURED):
             raise ValueError(f"invalid measurement: {value!r:.40}")
 
@@ -162,8 +168,8 @@ def _profile(measured: Measured, name: str, *, is_cached: bool) -> Profile:
         throughput=Throughput(
             step_s=speed.step_s,
             job_s=speed.job_s,
-            token_s=speed.token_s,
-            eval_token_s=measured.eval_token_s,
+            token_s=speed.token_s + measured.sample_token_s,
+            eval_token_s=measured.eval_token_s or measured.sample_token_s,
             points=measured.durations,
             num_threads=measured.num_threads,
         ),
@@ -187,8 +193,9 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
                     job.config.optim,
                     job.config.lora_dropout > 0,
                     job.config.neftune_noise_alpha is not None,
-                    job.config.rows_per_step,
+                    job.config.sequences_per_step,
                     *([True] if job.config.objective.needs_kl else []),
+                    *([size] if (size := job.config.objective.completions_per_row) > 1 else []),
                 )
                 for job in task.jobs
             }
@@ -354,7 +361,7 @@ class StepTimes:
             durations = tuple(
                 replace(point, duration_s=point.duration_s * factor, spread=spread) for point in measured.durations
             )
-            eval_token_s = measured.eval_token_s * factor
-            return replace(measured, durations=durations, eval_token_s=eval_token_s).to_dict()
+            corrected = {name: getattr(measured, name) * factor for name in ("eval_token_s", "sample_token_s")}
+            return replace(measured, durations=durations, **corrected).to_dict()
 
         cache.revise("profiles", self._name, corrected)

@@ -8,7 +8,7 @@
     showSendToCloud: false, plotlyServerURL: "", displaylogo: false, responsive: true,
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
   };
-  const hues = ["training", "best", "overfitting", "parked", "diverging", "stopped"];
+  const hues = ["training", "best", "overfitting", "collapsed", "parked", "diverging", "stopped"];
   const colour = (role) => getComputedStyle(document.documentElement).getPropertyValue("--" + role).trim();
   const margins = { l: 96, r: 24 };
 

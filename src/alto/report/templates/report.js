@@ -10,8 +10,8 @@
   };
   const ticks = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1];
   // Colour is never the only sign: outcomes differ in dash and marker too.
-  const dashes = { overfitting: "dash", diverging: "dot", stopped: "dashdot", failed: "dashdot" };
-  const symbols = { second: "diamond", overfitting: "diamond", diverging: "x", stopped: "square", failed: "cross" };
+  const dashes = { overfitting: "dash", collapsed: "longdash", diverging: "dot", stopped: "dashdot", failed: "dashdot" };
+  const symbols = { second: "diamond", overfitting: "diamond", collapsed: "star", diverging: "x", stopped: "square", failed: "cross" };
   let scale = document.querySelector("[data-scale][aria-pressed=true]")?.dataset.scale;
   let mode = 0;
   const narrow = 560; // pixels

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from alto.records import Demand
+from alto.records import Demand, ShownAnswer
 
 IF_ABSENT = "if_absent"
 ALWAYS = "always"
@@ -166,6 +166,7 @@ class StartMeasurement:
         test_loss: Loss on the test rows; None if there are none.
         test_rows: Loss of every test row, four significant digits; empty if ``test_loss`` is None.
         test_metrics: Metrics of the method on the test rows, by name; empty if ``test_loss`` is None.
+        answers: Answers to the first three validation rows, if the jobs learn from rewards; else empty.
     """
 
     jobs: tuple[str, ...]
@@ -176,6 +177,7 @@ class StartMeasurement:
     test_loss: float | None = None
     test_rows: tuple[float, ...] = ()
     test_metrics: Mapping[str, float] = field(default_factory=dict)
+    answers: tuple[ShownAnswer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

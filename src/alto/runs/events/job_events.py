@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from alto.records import ExitReason
+from alto.records import ExitReason, ShownAnswer
 from alto.runs.events.facts import JobDescription, RunEvent, wire
 
 _EVIDENCE = {"gain": "score", "cutoff_gain": "cutoff_score", "largest_pass": "largest_micro_batch"}
@@ -59,12 +59,16 @@ class TrainSteps(RunEvent):
         losses: Loss of each step, nats per token.
         router_losses: The routers' load-balancing loss at each of these steps. It is not included in ``losses`` and not
             multiplied by ``router_aux_loss_coef``; empty if the job trains without it.
+        metrics: Means over the completions that a job with rewards sampled in each of these steps: ``reward``,
+            ``completion_tokens`` (with the end token), ``truncated`` (share that did not end), ``entropy`` (nats per
+            token) and ``equal_groups`` (share of prompts whose completions all have the same reward).
     """
 
     job: str
     first_step: int
     losses: tuple[float, ...]
     router_losses: tuple[float, ...] = ()
+    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,7 @@ class JobEvaluated(RunEvent):
         test_loss: Loss on the test rows; None if it was not measured (the task's ``test_jobs``).
         test_rows: Loss of every test row, four significant digits; empty if ``test_loss`` is None.
         test_metrics: Metrics of the method on the test rows, by name; empty if ``test_loss`` is None.
+        answers: Answers to the first three validation rows, if the job learns from rewards; else empty.
     """
 
     job: str
@@ -101,6 +106,7 @@ class JobEvaluated(RunEvent):
     test_loss: float | None = None
     test_rows: tuple[float, ...] = ()
     test_metrics: Mapping[str, float] = field(default_factory=dict)
+    answers: tuple[ShownAnswer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +157,8 @@ class JobExited(RunEvent):
 
     Attributes:
         job: Job id.
-        reason: ``diverging``, ``overfitting``, ``underperforming``, ``stopped``, ``failed`` or ``budget``; or the
-            reason of a rule that a package registers.
+        reason: ``diverging``, ``overfitting``, ``collapsed``, ``underperforming``, ``stopped``, ``failed`` or
+            ``budget``; or the reason of a rule that a package registers.
         evidence: The numbers on which the decision was based, by name.
         slot: Slot that it left; None if it had none.
         step: Steps done; None if the journal does not have it.
