@@ -73,6 +73,10 @@ docs: $(VENV)/.dev ## Write the generated pages and parts anew: most of docs/*.m
 	$(BIN)/python -m tools.make_model_docs
 	$(BIN)/python -m tools.make_package_graph
 
+.PHONY: pictures
+pictures: $(VENV)/.dev ## Make the pictures of README.md anew, from a run of the quickstart and a service (needs chromium)
+	$(BIN)/python -m tools.make_pictures
+
 .PHONY: bench-smoke
 bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest scale
 	$(BIN)/python -m benchmarks.paper all others --scale smoke --out $(BENCH_OUT)

@@ -25,10 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 
 from alto import Engine, Task, TaskResult
+from alto.runs import read_history
 from alto.spec import load_task
 from benchmarks.common import ROOT, option_parser, publish_figures
+from benchmarks.paper.curves import Found
 from benchmarks.rows import read_rows
 
 MODEL = ROOT / ".models" / "smollm2-135m"
@@ -71,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append({"system": system, "duration_s": duration_s, "samples_saved": result.samples_saved})
             print(rows[-1], flush=True)
         before, after = rewards(result, task, plan)
-    rows[-1] |= {"winner": result.best_job, "reward": after, "base_reward": before}
+        curve = [0.0 - loss for loss in read_history(result.run_dir).jobs[result.best_job].train_losses]
+    rows[-1] |= {"winner": result.best_job, "reward": after, "base_reward": before, "curve": curve}
     return publish_figures(
         options,
         "grpo",
@@ -83,9 +87,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{len(task.jobs)} configurations, {plan.steps} steps of 32 completions of at most 16 tokens; batched: the "
             f"first {plan.batched_steps} steps of all, evaluated once; TRL: {plan.trl_steps} steps of two of them.",
             "reward_gain is the winner's mean reward on 256 test prompts, answered with the most likely tokens, less "
-            "the base model's.",
+            "the base model's. The picture shows the mean reward of the winner's 32 completions at each step.",
         ],
     )
+
+
+def draw_curve(found: Found, axes: Sequence[Axes]) -> None:
+    """Draw the mean reward of the winner's completions at each training step."""
+    (axis,), curve = axes, found.rows[-1]["curve"]
+    axis.plot(range(1, len(curve) + 1), curve, "o-", markersize=3)
+    axis.axhline(found.rows[-1]["base_reward"], color="black", linestyle=":", label="base model, test prompts")
+    axis.axhline(found.rows[-1]["reward"], color="black", linestyle="--", label="winner, test prompts")
+    axis.set_xlabel("training step")
+    axis.set_ylabel("mean reward")
+    axis.legend(fontsize=8, frameon=False)
 
 
 def gate(before: float, after: float) -> list[str]:

@@ -61,7 +61,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 def pages() -> dict[Path, str]:
     """Return the text of every page by its file; in hand-written pages only the measured blocks are made anew."""
-    written = (ROOT / "README.md", DOCS / "early-exit.md")
+    written = (ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("early-exit", "how-it-works", "rewards")))
     return {
         **{file: with_blocks(file.read_text(encoding="utf-8"), RESULTS_DIR) for file in written},
         DOCS / "paper.md": _page(PAPER_INTRODUCTION, PAPER),

@@ -113,6 +113,18 @@ def _others(results: Path) -> str:
     )
 
 
+def _rewards(results: Path) -> str:
+    found = _read(results, "grpo")
+    figures, (*_, tuned) = found["figures"], found["rows"]
+    minutes = tuned["duration_s"] / 60
+    return (
+        f"On two CPU cores, 8 configurations of this task take {minutes:.0f} minutes from start to adapter; TRL's "
+        f"`GRPOTrainer`, one configuration after the other, needs {minutes * figures['early_exit_over_trl']:.0f} "
+        f"(extrapolated from four steps of two of them). Of 256 test prompts, the base model answers "
+        f"{tuned['base_reward']:.0%} rightly, the winner {tuned['reward']:.0%}."
+    )
+
+
 def _policies(results: Path) -> str:
     rows = _read(results, "policies")["rows"]
     lines = [
@@ -130,7 +142,14 @@ def _policies(results: Path) -> str:
     return "\n".join(lines)
 
 
-BLOCKS = {"headline": _headline, "real": _real, "end-to-end": _end_to_end, "others": _others, "policies": _policies}
+BLOCKS = {
+    "headline": _headline,
+    "real": _real,
+    "end-to-end": _end_to_end,
+    "others": _others,
+    "policies": _policies,
+    "rewards": _rewards,
+}
 """Functions by the name in the mark; each writes its paragraph from the folder of the result files."""
 
 

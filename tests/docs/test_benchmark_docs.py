@@ -27,8 +27,12 @@ def test_the_pages_are_generated_from_the_results_as_they_are() -> None:
 
 
 def test_the_pictures_are_those_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = generator.pages()[ROOT / "docs" / "paper.md"]
-    named = {line.partition("(paper/")[2].rstrip(")") for line in page.splitlines() if line.startswith("![")}
+    lines = [
+        line
+        for name in ("paper", "benchmarks")
+        for line in generator.pages()[generator.DOCS / f"{name}.md"].splitlines()
+    ]
+    named = {line.partition("(paper/")[2].rstrip(")") for line in lines if line.startswith("![")}
     assert named == {path.name for path in generator.PICTURES.iterdir()}
     monkeypatch.setattr(generator, "PICTURES", tmp_path)
     generator.draw()
@@ -67,7 +71,7 @@ def test_no_figure_is_older_than_this_round() -> None:
 
 def test_figures_in_pages_written_by_hand_are_made_from_the_results(tmp_path: Path) -> None:
     """Each number between the marks changes with its result file."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     for file in generator.RESULTS_DIR.glob("*.json"):
         (tmp_path / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     assert generator.with_blocks(page, tmp_path) == page
