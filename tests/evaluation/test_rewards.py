@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,10 @@ def process(**_):
 
 def one_number(**_):
     return 1.0
+
+def by_level(completions, level, hint=None, **other):
+    assert sorted(other) == ["completion_ids", "prompts", "reference", "tags"], sorted(other)
+    return [one + (text is not None) for one, text in zip(level, hint)]
 """
 COMPLETIONS = [
     Completion(answer=Answer(prompt="2 + 2", reference="4", answer="4"), ids=[7]),
@@ -106,6 +111,18 @@ def test_a_completion_counts_by_the_rewards_that_can_score_it(made: list[Rewards
     first, second, third = rewards_of(made, "users_rewards:some")
     assert (first, second) == (1.0, 1.0)
     assert math.isnan(third)
+
+
+def test_functions_get_the_columns_of_every_completions_row(made: list[Rewards]) -> None:
+    rewards = Rewards(parse_reward_funcs(["users_rewards:by_level"]))
+    made.append(rewards)
+    columns: list[dict[str, object]] = [
+        {"level": 1, "tags": ["a"]},
+        {"level": 2.5, "tags": [], "hint": "add"},
+        {"level": 3, "tags": None},
+    ]
+    completions = [replace(one, columns=of_row) for one, of_row in zip(COMPLETIONS, columns, strict=True)]
+    assert rewards(completions, lambda: None) == [1.0, 3.5, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,12 @@ def constant(completion_ids, **_):
 
 def checksum(completion_ids, **_):
     return [sum(ids) % 13 / 13 for ids in completion_ids]
+
+def weighted(prompts, completion_ids, reference, answer, weight, **_):
+    asked = [prompt.split("What is ")[1].split(" ")[0] for prompt in prompts]
+    assert asked == [str(given["asked"]) for given in weight], (asked, weight)
+    assert answer == reference, (answer, reference)
+    return [given["value"] * (sum(ids) % 13) for ids, given in zip(completion_ids, weight)]
 """
 
 
@@ -279,6 +285,25 @@ def test_a_run_that_was_stopped_and_resumed_samples_what_it_would_have(task: Any
     assert curves(resumed.run_dir) == curves(whole.run_dir)
     assert len({loss for losses in curves(whole.run_dir).values() for loss in losses}) > 5
     assert resumed.best_validation_loss == whole.best_validation_loss
+
+
+@pytest.mark.parametrize("token_cache", ["memory", "disk"])
+def test_functions_get_the_columns_of_each_completions_own_row(token_cache: str, task: Any, tmp_path: Path) -> None:
+    rows = [
+        {
+            "question": f"What is {n} + {n % 7}?",
+            "answer": str(n + n % 7),
+            "weight": {"asked": n, "value": n % 3},
+        }
+        for n in range(20)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    result = alto.Engine(output_dir=tmp_path / "runs").tune(
+        task(reward_funcs=["length_rewards:weighted"], token_cache=token_cache)
+    )
+    assert [job.exit_reason for job in result.job_results] == [None, None]
+    assert len({loss for losses in curves(result.run_dir).values() for loss in losses}) > 5
+    assert not any("Columns that nothing reads" in note for note in result.notes)
 
 
 def test_a_reward_that_fails_ends_only_its_job_with_the_reason(task: Any, tmp_path: Path) -> None:

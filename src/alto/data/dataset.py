@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import pickle
 import tempfile
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -191,21 +192,28 @@ class RowWriter:
     """A receiver of the rows of a split while they are tokenised; this one keeps them in memory."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[Tensor, Tensor, tuple[Span, ...], RowLabel | None]] = []
+        self._rows: list[tuple[Tensor, Tensor, tuple[Span, ...], RowLabel | None, str]] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(
-        self, input_ids: Tensor, targets: Tensor, spans: tuple[Span, ...], *, label: RowLabel | None = None
+        self,
+        input_ids: Tensor,
+        targets: Tensor,
+        spans: tuple[Span, ...],
+        *,
+        label: RowLabel | None = None,
+        columns: str = "",
     ) -> None:
         """Add one row.
 
         Args:
             input_ids, targets: Vectors of equal length, int64; a target is the next token id, or :data:`IGNORED`.
             label: Whether the reply is desirable, or the label of a text; None if the row has none.
+            columns: The row's other columns (:attr:`EncodedDataset.columns`); empty if they are not kept.
         """
-        self._rows.append((input_ids, targets, spans, label))
+        self._rows.append((input_ids, targets, spans, label, columns))
 
     def dataset(self, *, is_labelled: bool = False, **facts: Any) -> EncodedDataset:
         """Return a split of all rows; none can be added afterwards.
@@ -214,13 +222,15 @@ class RowWriter:
             is_labelled: Whether the labels of rows say that a reply is desirable.
             facts: Other attributes of the split.
         """
-        labels: Any = tuple(label for _, _, _, label in self._rows)
+        labels: Any = tuple(label for *_, label, _ in self._rows)
+        columns = tuple(of_row for *_, of_row in self._rows)
         return EncodedDataset(
-            input_ids=tuple(input_ids for input_ids, _, _, _ in self._rows),
-            targets=tuple(targets for _, targets, _, _ in self._rows),
-            spans=tuple(spans for _, _, spans, _ in self._rows),
+            input_ids=tuple(input_ids for input_ids, *_ in self._rows),
+            targets=tuple(targets for _, targets, *_ in self._rows),
+            spans=tuple(spans for _, _, spans, *_ in self._rows),
             labels=labels if is_labelled else None,
             classes=None if facts.get("label_set") is None else labels,
+            columns=columns if any(columns) else None,
             **facts,
         )
 
@@ -264,6 +274,8 @@ class EncodedDataset:
         labels: Whether the reply of each row is desirable; None if replies have no labels.
         classes: The class label of each row; None if the rows are not labelled texts.
         label_set: All labels; None if the rows are not labelled texts.
+        columns: The other columns of every row, for reward functions: each the text of a JSON object, or empty. None
+            if they are not kept.
         advantages: The weight of every row, if rows are sampled completions; None for other rows.
         max_length: Number of tokens at which rows were cut; None if unknown.
         references: ``[rows, 2]`` float64, nats: reference log-probs of the chosen and the rejected reply of every pair;
@@ -292,6 +304,7 @@ class EncodedDataset:
     labels: Sequence[bool] | None = None
     classes: tuple[RowLabel, ...] | None = None
     label_set: LabelSet | None = None
+    columns: Sequence[str] | None = None
     advantages: tuple[Advantage, ...] | None = None
     max_length: int | None = None
     references: Tensor | None = None
@@ -331,6 +344,12 @@ class EncodedDataset:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def other_columns(self, row: int) -> Mapping[str, Any]:
+        """Return the values of a row's other columns, by name; empty if they are not kept."""
+        text = self.columns[row] if self.columns is not None else ""
+        found: dict[str, Any] = json.loads(text) if text else {}
+        return found
+
     def parts(self, num_rows: int) -> Iterator[EncodedDataset]:
         """Return consecutive parts of ``num_rows`` rows each; skipped rows are counted in no part."""
         return (self.rows(start, start + num_rows) for start in range(0, len(self), num_rows))
@@ -344,6 +363,7 @@ class EncodedDataset:
             labels=None if self.labels is None else self.labels[start:stop],
             classes=None if self.classes is None else self.classes[start:stop],
             label_set=self.label_set,
+            columns=None if self.columns is None else self.columns[start:stop],
             max_length=self.max_length,
             counts=RowCounts(*(column[start:stop] for column in self._counts)),
         )
@@ -409,6 +429,7 @@ def chained(parts: Sequence[EncodedDataset], store: RowStore) -> dict[str, Any]:
         store: Store that holds the rows of the parts.
     """
     first = parts[0]
+    has_columns = any(part.columns is not None for part in parts)
     return {
         "input_ids": store.chain([part.input_ids for part in parts]),
         "targets": store.chain([part.targets for part in parts]),
@@ -416,12 +437,14 @@ def chained(parts: Sequence[EncodedDataset], store: RowStore) -> dict[str, Any]:
         "labels": None if first.labels is None else store.chain([part.labels or () for part in parts]),
         "classes": None if first.classes is None else tuple(label for part in parts for label in part.classes or ()),
         "label_set": first.label_set,
+        "columns": store.chain([part.columns or ("",) * len(part) for part in parts]) if has_columns else None,
         "counts": RowCounts(*map(store.chain, zip(*(part._counts for part in parts), strict=True))),
     }
 
 
 def digest_of(*datasets: EncodedDataset) -> str:
-    """Return a digest of all tokens and targets in order, the layout of pairs, the labels, and the sizes of sources."""
+    """Return a digest of all tokens and targets in order, the layout of pairs, the labels, the other columns, and the
+    sizes of sources."""
     return running_digests(*datasets)[-1]
 
 
@@ -440,6 +463,8 @@ def running_digests(*datasets: EncodedDataset) -> tuple[str, ...]:
             _add_listed(digest, "()" if len(dataset) > 1 else ("(", ",)"), dataset.labels)
         if dataset.classes is not None:
             digest.update(repr((dataset.label_set, dataset.classes)).encode())
+        if dataset.columns is not None:
+            _add_listed(digest, "[]", dataset.columns)
         if dataset.sources:
             digest.update(repr(dataset.sources).encode())
         found.append(digest.hexdigest())

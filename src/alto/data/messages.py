@@ -60,27 +60,40 @@ class Conversation(tuple[Message, ...]):
             row's ``chat_template_kwargs``; empty if the row has neither.
         where: Place of the row, for messages: ``train.jsonl:7``; empty if unknown. It does not count in comparisons.
         is_desirable: Whether the model should give the last reply; None if the reply has no label.
+        columns: The row's other columns, for reward functions: the text of a JSON object; empty if they are not kept.
+            They do not count in comparisons.
     """
 
     template_arguments: str
     where: str
     is_desirable: bool | None
+    columns: str
 
     def __new__(
-        cls, turns: Iterable[Message], template_arguments: str = "", where: str = "", is_desirable: bool | None = None
+        cls,
+        turns: Iterable[Message],
+        template_arguments: str = "",
+        where: str = "",
+        is_desirable: bool | None = None,
+        columns: str = "",
     ) -> Conversation:
         made = super().__new__(cls, turns)
         made.template_arguments = template_arguments
         made.where = where
         made.is_desirable = is_desirable
+        made.columns = columns
         return made
 
-    def __getnewargs__(self) -> tuple[tuple[Message, ...], str, str, bool | None]:
-        return tuple(self), self.template_arguments, self.where, self.is_desirable
+    def __getnewargs__(self) -> tuple[tuple[Message, ...], str, str, bool | None, str]:
+        return tuple(self), self.template_arguments, self.where, self.is_desirable, self.columns
 
     def labelled(self, is_desirable: bool | None) -> Conversation:
         """Return the same conversation with another label, or without one."""
-        return Conversation(self, self.template_arguments, self.where, is_desirable)
+        return Conversation(self, self.template_arguments, self.where, is_desirable, self.columns)
+
+    def with_columns(self, columns: str) -> Conversation:
+        """Return the same conversation with other columns of its row."""
+        return Conversation(self, self.template_arguments, self.where, self.is_desirable, columns)
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> Message: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from alto.data.token_cache import TokenCache
 from alto.data.tokenize import TaskRows
 from alto.errors import DataError, DataFormatError, RunWriteError, UnsupportedError
 from alto.records import LabelSet, ModelLimits
-from alto.spec import DataKeys, Task, TrainOn, find_method
+from alto.spec import REWARD_ARGUMENTS, DataKeys, Task, TrainOn, find_method
 
 DEFAULT_VALIDATION_SPLIT = 0.1
 """Default share of validation rows, if neither the task nor its dataset defines them."""
@@ -141,7 +142,7 @@ class TaskSources:
             DataError: See :func:`find_layout`, :func:`split_rows`; a dataset cannot be read; or the rows are not of the
                 kind that the task's method learns from.
         """
-        reader, task = _Reader(self.task, self.find, store), self.task
+        reader, task = _Reader(self.task, self.find, store, self.task.keeps_columns), self.task
         if not task.sources:
             return reader.of_dataset(task, "dataset")
         is_validated_apart = task.validation_dataset is not None
@@ -210,11 +211,13 @@ class _Reader:
 
     Attributes:
         find: Function that finds a dataset by its name, the task's key that names it, and the other data keys.
+        keeps_columns: Whether rows keep the columns that reward functions get.
     """
 
     task: Task
     find: Callable[[str, str, DataKeys], Source]
     store: RowStore
+    keeps_columns: bool = False
 
     def of_dataset(self, keys: DataKeys, key: str, *, is_validated_apart: bool = False) -> TaskRows:
         """Read and split the rows of one dataset.
@@ -315,14 +318,23 @@ class _Reader:
             labels = find_labels(values, keys, entry.problem_types, key)
         convert = _converter(layout, labels, is_labelled=entry.is_labelled)
         known, unread = {column for _, column in layout.columns}, Counter[str]()
+        kept_columns = _argument_columns(rows, layout, key) if self.keeps_columns else ()
 
         def convert_all() -> Iterator[Row]:
             for row in rows:
-                unread.update(name for name, value in row.values.items() if name not in known and value not in _EMPTY)
+                if not kept_columns:
+                    unread.update(
+                        name for name, value in row.values.items() if name not in known and value not in _EMPTY
+                    )
                 try:
-                    yield convert(row, layout)
+                    found = convert(row, layout)
                 except RowError as error:
                     faults.add_error(error)
+                    continue
+                if kept_columns and isinstance(found, Conversation):
+                    values = {name: row.values.get(name) for name in kept_columns}
+                    found = found.with_columns(json.dumps(values, default=str))
+                yield found
 
         kept = self.store.keep(convert_all())  # fills ``unread`` and ``faults``
         bad = faults.settle(len(rows), keys.on_bad_row)
@@ -353,6 +365,26 @@ class _Reader:
 
         Call it after rows are split, so that both replies to a prompt are in the same split."""
         return self.store.keep(unpaired(rows)) if find_method(self.task.method).entry.is_labelled else rows
+
+
+def _argument_columns(rows: Sequence[RawRow], layout: Layout, key: str) -> tuple[str, ...]:
+    """Return the names of the columns that reward functions get: all without a role, and the reply's column if it has
+    a name of its own, such as ``answer``.
+
+    Raises:
+        DataFormatError: A column without a role has the name of another argument of reward functions.
+    """
+    known = {column for _, column in layout.columns}
+    found = tuple(dict.fromkeys(name for row in rows for name in row.values if name not in known))
+    for name in found:
+        if name in REWARD_ARGUMENTS:
+            raise DataFormatError(
+                f"{key}: expected columns whose names are not arguments that every reward function gets "
+                f"({', '.join(REWARD_ARGUMENTS)}), found {name!r}; rename the column, or give it a role, for example "
+                f"with columns: {{completion: {name}}}"
+            )
+    reply = layout.column("completion")
+    return found if reply in (None, "completion", *REWARD_ARGUMENTS) else (*found, reply)
 
 
 def _converter(layout: Layout, labels: LabelReader | None, *, is_labelled: bool) -> Callable[[RawRow, Layout], Row]:
@@ -480,7 +512,8 @@ def _settings(task: Task) -> dict[str, Any]:
     entry = find_method(task.method).entry
     keys = task.model_dump(mode="json", include=set(DataKeys.model_fields) - _WITHOUT_EFFECT)
     # A tenant could tell from the time saved that another tenant has the same data, so tenants share no tokens.
-    return {**keys, "tenant": task.tenant, "method": [task.method, entry.is_paired, entry.is_labelled]}
+    method = [task.method, entry.is_paired, entry.is_labelled, task.keeps_columns]
+    return {**keys, "tenant": task.tenant, "method": method}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

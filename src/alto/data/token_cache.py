@@ -47,6 +47,8 @@ from alto.errors import RunWriteError
 from alto.records import RowLabel
 
 _IDS, _TRAINED, _ROWS = "ids.bin", "trained.bin", "rows.bin"
+_COLUMNS = "columns.bin"
+"""The file of the rows' other columns, one text after the other; there is none if they are not kept."""
 _ID_TYPE, _MASK_TYPE, _ROW_TYPE = np.dtype("<u4"), np.dtype("u1"), np.dtype("<i8")
 
 _BUFFER_BYTES = 2**20
@@ -70,6 +72,7 @@ class _Row(NamedTuple):
         prefix: Number of tokens of the first span that the second one continues.
         num_trained, num_chosen: See :class:`alto.data.dataset.EncodedDataset`.
         is_desirable: Label of the reply.
+        text_start, text_length: Place of its other columns, in bytes.
     """
 
     start: int
@@ -79,6 +82,8 @@ class _Row(NamedTuple):
     num_trained: int
     num_chosen: int
     is_desirable: int
+    text_start: int
+    text_length: int
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +107,7 @@ class TokenWriter(RowWriter):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._num_rows = self._num_tokens = 0
+        self._num_rows = self._num_tokens = self._num_text_bytes = 0
         self.facts: FileFacts = {}
         with writing_cache(folder):
             folder.mkdir()
@@ -112,10 +117,16 @@ class TokenWriter(RowWriter):
         return self._num_rows
 
     def add(
-        self, input_ids: Tensor, targets: Tensor, spans: tuple[Span, ...], *, label: RowLabel | None = None
+        self,
+        input_ids: Tensor,
+        targets: Tensor,
+        spans: tuple[Span, ...],
+        *,
+        label: RowLabel | None = None,
+        columns: str = "",
     ) -> None:
         """Add one row; see :meth:`RowWriter.add`. The label says whether the reply is desirable."""
-        is_trained = targets != IGNORED
+        is_trained, text = targets != IGNORED, columns.encode()
         assert torch.equal(targets[:-1], input_ids[1:].where(is_trained[:-1], IGNORED)), "a target is the next token"
         assert not is_trained[-1], "the last token predicts nothing"
         first, second = spans[0], spans[1] if len(spans) > 1 else Span(0)
@@ -127,11 +138,18 @@ class TokenWriter(RowWriter):
             num_trained=int(is_trained.sum()),
             num_chosen=int(is_trained[: first.length].sum()),
             is_desirable=int(label is not False),
+            text_start=self._num_text_bytes,
+            text_length=len(text),
         )
         assert row.num_tokens == input_ids.numel(), "spans cover the row"
         self._num_rows += 1
         self._num_tokens += row.num_tokens
+        self._num_text_bytes += len(text)
         with writing_cache(self._folder):
+            if text and _COLUMNS not in self._files:
+                self._files[_COLUMNS] = _HashedFile(self._folder / _COLUMNS)
+            if text:
+                self._files[_COLUMNS].write(text)
             self._files[_IDS].write(input_ids.numpy().astype(_ID_TYPE).tobytes())
             self._files[_TRAINED].write(is_trained.numpy().astype(_MASK_TYPE).tobytes())
             self._files[_ROWS].write(np.array(row, _ROW_TYPE).tobytes())
@@ -181,6 +199,7 @@ def open_rows(folder: Path, *, is_labelled: bool = False, **facts: Any) -> Encod
         targets=_OfRows(tokens, tokens.targets),
         spans=_OfRows(tokens, lambda row: row.spans),
         labels=_OfRows(tokens, lambda row: bool(row.is_desirable)) if is_labelled else None,
+        columns=_OfRows(tokens, tokens.columns) if tokens.has_columns else None,
         counts=RowCounts(
             num_row_tokens=_OfRows(tokens, lambda row: row.num_tokens),
             num_trained=_OfRows(tokens, lambda row: row.num_trained),
@@ -228,12 +247,14 @@ class _MappedFile:
 
 
 class _StoredTokens:
-    """The three files of a split."""
+    """The files of a split."""
 
     def __init__(self, folder: Path) -> None:
         self._rows = _MappedFile(folder / _ROWS, _ROW_TYPE)
         self._ids = _MappedFile(folder / _IDS, _ID_TYPE)
         self._is_trained = _MappedFile(folder / _TRAINED, _MASK_TYPE)
+        self.has_columns = (folder / _COLUMNS).exists()
+        self._columns = _MappedFile(folder / _COLUMNS, np.dtype("u1")) if self.has_columns else None
 
     def __len__(self) -> int:
         return len(self._rows) // _NUM_COLUMNS
@@ -251,6 +272,11 @@ class _StoredTokens:
         targets = torch.full((row.num_tokens,), IGNORED)
         targets[:-1] = self.input_ids(row)[1:].where(is_trained[:-1], IGNORED)
         return targets
+
+    def columns(self, row: _Row) -> str:
+        assert self._columns is not None
+        found = self._columns.read(row.text_start, row.text_start + row.text_length)
+        return found.astype(np.uint8).tobytes().decode()
 
 
 class _OfRows(LazySequence[Item]):

@@ -190,7 +190,8 @@ class _Conversations(_Split):
                 self.num_masked += not any(row.is_trained[1:])
                 ids, targets = self.cut(row)
                 if (targets != IGNORED).any():
-                    self.writer.add(ids, targets, (Span(ids.numel()),), label=conversation.is_desirable)
+                    spans, label = (Span(ids.numel()),), conversation.is_desirable
+                    self.writer.add(ids, targets, spans, label=label, columns=conversation.columns)
 
     def check_rows(self) -> None:
         limit, what = self.limit, self.what

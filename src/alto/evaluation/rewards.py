@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from alto.base import FunctionFailedError, FunctionProcess, FunctionRaisedError, is_number, quoted
 from alto.errors import SpecError
 from alto.evaluation.scorers import Answer, OnTurn, ScorerFailedError
 from alto.evaluation.scoring import NO_FUNCTION, scorer_of
-from alto.spec import Scoring
+from alto.spec import REWARD_ARGUMENTS, Scoring
 
 _MAX_REWARD = 1e100
 _SEARCH_S = 10.0
@@ -21,10 +21,12 @@ _SEARCH_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A completion to be scored: its text, and its token ids, with the end token if it ended."""
+    """A completion to be scored: its text, its token ids, with the end token if it ended, and other columns of its
+    row."""
 
     answer: Answer
     ids: Sequence[int]
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 Reward = Callable[[Sequence[Completion], OnTurn], Sequence[float | None]]
@@ -127,13 +129,16 @@ class RewardFunction:
         self._process.close()
 
     def _called(self, completions: Sequence[Completion], on_turn: OnTurn) -> Any:
-        arguments = {
+        names = dict.fromkeys(name for one in completions for name in one.columns)
+        own = {
             "prompts": [one.answer.prompt for one in completions],
             "completions": [one.answer.answer for one in completions],
             "completion_ids": [list(one.ids) for one in completions],
             "reference": [one.answer.reference for one in completions],
         }
-        return self._process.call(arguments, on_turn)
+        assert own.keys() == set(REWARD_ARGUMENTS), "names that no column may have"
+        columns = {name: [one.columns.get(name) for one in completions] for name in names}
+        return self._process.call({**columns, **own}, on_turn)
 
     def _place(self, completions: Sequence[Completion], error: FunctionFailedError, on_turn: OnTurn) -> str:
         """Return the completion for which the function raises an error when it is called for it alone; empty if there

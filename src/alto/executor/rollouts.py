@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -252,15 +252,22 @@ class _Start:
         return self._within(schedule)
 
 
+class Reference(NamedTuple):
+    """The tokens of a row's reply, and the row's other columns, with which rewards compare a completion."""
+
+    ids: Sequence[int]
+    columns: Mapping[str, Any]
+
+
 class Sampled:
     """Completions of prompts by one job; those of a prompt follow each other.
 
     Args:
         texts: The completions, written or to be written.
-        references: Tokens of the reply of each text's row.
+        references: Tokens of the reply of each text's row, and the row's other columns.
     """
 
-    def __init__(self, texts: list[Text], references: list[list[int]], settings: GrpoSettings) -> None:
+    def __init__(self, texts: list[Text], references: list[Reference], settings: GrpoSettings) -> None:
         self.texts = texts
         self._references = references
         self._settings = settings
@@ -278,7 +285,8 @@ class Sampled:
         sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
         texts, references = [], []
         for row in rows:
-            prompt, reference = prompt_and_reply(job.context.data.train, row)
+            prompt, reply = prompt_and_reply(job.context.data.train, row)
+            reference = Reference(reply, job.context.data.train.other_columns(row))
             budget = budget_of(prompt, settings.max_completion_length, limit)
             for number in range(settings.num_generations):
                 numbers = uniform_numbers(budget, job.config.seed, job.step, row, number, *seeds)
@@ -319,7 +327,9 @@ class Sampled:
             Text(slot, prompt, budget_of(prompt, settings.max_completion_length, limit), most_likely)
             for prompt, _ in rows_read
         ]
-        return cls(texts, [reference for _, reference in rows_read], settings)
+        columns = map(dataset.other_columns, rows)
+        references = [Reference(reply, of_row) for (_, reply), of_row in zip(rows_read, columns, strict=True)]
+        return cls(texts, references, settings)
 
     def completions(self, tokenizer: Any, count: int | None = None) -> list[Completion]:
         """Return the first ``count`` completions, or all, to be scored."""
@@ -327,10 +337,11 @@ class Sampled:
             Completion(
                 answer=Answer(
                     prompt=tokenizer.decode(text.prompt),
-                    reference=tokenizer.decode(reference, skip_special_tokens=True),
+                    reference=tokenizer.decode(reference.ids, skip_special_tokens=True),
                     answer=tokenizer.decode(text.tokens, skip_special_tokens=True),
                 ),
                 ids=_ids(text),
+                columns=reference.columns,
             )
             for text, reference in list(zip(self.texts, self._references, strict=True))[:count]
         ]

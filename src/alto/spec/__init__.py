@@ -68,6 +68,7 @@ from alto.spec.rules import RULES, CollapseSettings, DivergenceSettings, GapSett
 from alto.spec.scoring import (
     LEAST_SCORE,
     LOSS,
+    REWARD_ARGUMENTS,
     Scoring,
     loss_scale,
     metric_notes,
@@ -110,6 +111,7 @@ __all__ = [
     "PREFERENCE_METRICS",
     "PREFERENCE_SCORES",
     "QUANTISATION_KEYS",
+    "REWARD_ARGUMENTS",
     "RULES",
     "SETTING_ALIASES",
     "SHAPE_FIELDS",

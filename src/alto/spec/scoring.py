@@ -46,6 +46,9 @@ def name_of(function: Callable[..., Any]) -> str:
     )
 
 
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "reference")
+"""Arguments of every reward function; the others are columns of rows."""
+
 _SOURCE_LOSS = "loss_on_"
 LOSS = "loss"
 

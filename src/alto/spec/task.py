@@ -84,9 +84,9 @@ class Task(DataKeys):
             answers. All but ``metric`` need a single GPU.
         reward_funcs: Scorers of the completions of a method that generates (``grpo``), one or more: the name of a
             scorer of ``select_by``, a mapping of its settings, or ``module:function``. Such a function has TRL's
-            signature: it is called with the keyword arguments ``prompts``, ``completions``, ``completion_ids`` and
-            ``reference``, lists with an entry for each completion, and returns a list of numbers, or None for
-            completions that it cannot score. It runs in a process of its own.
+            signature: it is called with the keyword arguments ``prompts``, ``completions``, ``completion_ids``,
+            ``reference`` and the names of the rows' other columns, lists with an entry for each completion, and returns
+            a list of numbers, or None for completions that it cannot score. It runs in a process of its own.
         reward_weights: Weight of each reward in the sum; by default 1.
         num_finalists: Number of best jobs by the metric that are scored if ``select_by`` is not ``metric``.
         num_samples: Number of validation prompts (the first rows) for which the base model, the best adapter and that
@@ -333,6 +333,11 @@ class Task(DataKeys):
         """Whether the task runs code, or contacts a server, that its file names."""
         scorers = (*self.reward_funcs, *([] if self.scoring is None else [self.scoring]))
         return self.trust_remote_code or any(scorer.reaches_outside for scorer in scorers)
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Whether columns of rows that have no role are kept, because reward functions get them."""
+        return any(scoring.scorer == "python" for scoring in self.reward_funcs)
 
     @property
     def fixed(self) -> dict[str, Any]:
