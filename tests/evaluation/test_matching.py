@@ -136,6 +136,33 @@ def test_numbers_within_the_tolerance(reference: str, answer: str, tolerance: fl
     assert is_right("numeric", reference, answer, tolerance=float(tolerance)) is right
 
 
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("<think>2 + 2</think><answer>4</answer>", True),
+        ("\n<think>\n2 < 3\n</think>\n\n<answer></answer>\n", True),
+        ("<think>a</think> so <answer>4</answer>", False),
+        ("So: <think>a</think><answer>4</answer>", False),
+        ("<think>a</think><answer>4</answer>.", False),
+        ("<answer>4</answer><think>a</think>", False),
+        ("<think>a<answer>4</answer></think>", False),
+        ("<think>a</think><think>b</think><answer>4</answer>", False),
+        ("<think>a</think><answer>4", False),
+        ("<think>a</think>", False),
+        ("<Think>a</Think><answer>4</answer>", False),
+        ("", False),
+    ],
+)
+def test_format(answer: str, right: bool) -> None:
+    assert is_right("format", "whatever", answer) is right
+
+
+def test_the_tags_of_a_format_may_be_others() -> None:
+    assert is_right("format", "4", "<a>1</a> <b-2>2</b-2> <c>3</c>", tags=["a", "b-2", "c"])
+    assert not is_right("format", "4", "<a>1</a> <c>3</c>", tags=["a", "b-2", "c"])
+    assert not is_right("format", "4", "<think>1</think><answer>2</answer>", tags=["answer"])
+
+
 def test_exact_match_is_the_number_behind_four_hashes_as_it_is_written() -> None:
     assert is_right("exact_match", "so\n#### 1,800", "6 * 300\n#### $1800.")
     assert not is_right("exact_match", "#### 18", "#### 18.0")

@@ -43,6 +43,7 @@ def test_the_words_of_earlier_versions_stay(word: str, tmp_path: Path) -> None:
         {"scorer": "regex", "pattern": r"Answer: (\w)", "ignore_case": True},
         {"scorer": "numeric", "tolerance": 0.5},
         {"scorer": "tool_call"},
+        {"scorer": "format", "tags": ["reasoning", "answer"]},
     ],
 )
 def test_a_mapping_is_written_and_read_back(settings: dict[str, Any], tmp_path: Path) -> None:

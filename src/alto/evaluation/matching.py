@@ -78,6 +78,8 @@ def matching_of(scoring: Scoring) -> Matching | None:
             return Matching(needed="have a number", read=_last_number, agrees=is_near)
         case "exact_match":
             return Matching(needed="end in a line '#### N'", read=final_number)
+        case "format":
+            return Matching(needed=some_text, read=str, agrees=lambda _, found: _is_tagged(found, scoring.tags))
         case "json":
             keys = f" with {', '.join(scoring.keys)}" if scoring.keys else ""
             return Matching(
@@ -131,6 +133,13 @@ def _captured(text: str, *, pattern: re.Pattern[str], normalised: Callable[[str]
     """Return the first group of the first match, normalized; None if there is none."""
     match = pattern.search(text)
     return None if match is None or match.group(1) is None else normalised(match.group(1))
+
+
+def _is_tagged(text: str, tags: Sequence[str]) -> bool:
+    """Return whether ``text`` consists of ``tags`` in this order, each once, with only white space around them."""
+    if any(text.count(mark) != 1 for tag in tags for mark in (f"<{tag}>", f"</{tag}>")):
+        return False  # so each part of the pattern can match in one way only
+    return re.fullmatch(r"\s*".join(["", *(f"<{tag}>.*</{tag}>" for tag in tags), ""]), text, re.DOTALL) is not None
 
 
 def _last_number(text: str) -> Decimal | None:

@@ -60,7 +60,7 @@ def predictions_of(
     ]
 
 
-_DECIDING = ("scorer", "keys", "pattern", "tolerance", "ignore_case", "function")
+_DECIDING = ("scorer", "keys", "pattern", "tolerance", "tags", "ignore_case", "function")
 """Settings of a scorer that affect its scores."""
 
 _NOT_OF_HEADS = {

@@ -15,6 +15,7 @@ ScorerName: TypeAlias = Literal[
     "tool_call",
     "numeric",
     "exact_match",
+    "format",
     "multiple_choice",
     "python",
     "http",

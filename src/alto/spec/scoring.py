@@ -140,10 +140,12 @@ def source_of(metric: str) -> str | None:
 
 _WORDS = ("metric", "eval_accuracy")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _ONLY_OF: Mapping[str, tuple[ScorerName, ...]] = {
     "keys": ("json",),
     "pattern": ("regex",),
     "tolerance": ("numeric",),
+    "tags": ("format",),
     "ignore_case": ("exact", "contains", "regex"),
     "function": ("python",),
     "url": ("http",),
@@ -165,14 +167,18 @@ class Scoring(SpecModel):
             white space. ``contains``: it contains the reply. ``regex``: it matches a pattern. ``json``: it has the same
             JSON value as the reply. ``tool_call``: it has the reply's tool calls, with their names and arguments.
             ``numeric``: its last number equals that of the reply. ``exact_match``: ``numeric`` in GSM8K's form, where
-            the number is the final answer ``#### N``. ``multiple_choice``: among the distinct replies of the validation
-            rows (at most 26), the row's own reply is the most likely; nothing is generated. ``python``: your own
-            function scores each generated text. ``http``: a server does, for example one that asks a language model.
+            the number is the final answer ``#### N``. ``format``: it consists of tags in a given order, each once,
+            whatever is in them; the reply is not compared. ``multiple_choice``: among the distinct replies of the
+            validation rows (at most 26), the row's own reply is the most likely; nothing is generated. ``python``: your
+            own function scores each generated text. ``http``: a server does, for example one that asks a language
+            model.
         keys: For ``json``: compare only these keys of an object; ``a.b`` is ``b`` in the object ``a``. None compares
             the whole value.
         pattern: For ``regex``: a Python regular expression that is searched for in the generated text. If it has a
             group, the text of its first group must be the same as in the row's reply.
         tolerance: For ``numeric``: largest difference of two numbers that count as equal.
+        tags: For ``format``: names of the tags; the default is ``<think>…</think><answer>…</answer>``. Only white space
+            may be before, between and after them.
         ignore_case: For ``exact``, ``contains`` and ``regex``: ignore the case of letters.
         function: For ``python``: the function's dotted name, ``package.module:function`` or
             ``package.module.function``; in Python also the function itself, if it can be imported by that name. It is
@@ -200,6 +206,7 @@ class Scoring(SpecModel):
     keys: tuple[str, ...] | None = Field(default=None, description="keys of JSON objects that are compared")
     pattern: str | None = Field(default=None, min_length=1, description="regular expression of a right answer")
     tolerance: float = Field(default=0.0, ge=0, description="largest difference of numbers that count as equal")
+    tags: tuple[str, ...] = Field(default=("think", "answer"), description="tags of an answer, in order")
     ignore_case: bool = Field(default=False, description="treat capital and small letters alike")
     function: str | None = Field(default=None, min_length=1, description="dotted name of a Python function")
     url: str | None = Field(default=None, min_length=1, description="address of an HTTP scorer")
@@ -234,6 +241,17 @@ class Scoring(SpecModel):
         if keys is not None and not is_list:
             raise ValueError(
                 f"should be a list of keys of JSON objects, found {quoted(keys)}. For example: [total, buyer.name]."
+            )
+        return found
+
+    @field_validator("tags", mode="before")
+    @classmethod
+    def _check_tags(cls, tags: object) -> object:
+        found = plain(tags)
+        is_list = isinstance(found, tuple) and bool(found) and all(isinstance(tag, str) for tag in found)
+        if not is_list or len(set(found)) < len(found) or not all(map(_TAG.fullmatch, found)):
+            raise ValueError(
+                f"should be a list of different names of tags, found {quoted(tags)}. For example: [think, answer]."
             )
         return found
 
