@@ -166,6 +166,21 @@ def test_functions_run_in_a_process_of_their_own_which_close_ends(made: list[Rew
         os.kill(int(child), 0)
 
 
+@pytest.mark.parametrize("is_in_path", [True, False])
+def test_a_file_of_the_user_does_not_replace_a_module_of_the_standard_library(
+    is_in_path: bool, made: list[Rewards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "current"
+    folder.mkdir()
+    for name in ("json", "traceback", "socket", "subprocess"):
+        (folder / f"{name}.py").write_text("raise ImportError('this is not the standard library')", encoding="utf-8")
+    (folder / "beside.py").write_text("import json\ndef f(completions, **_):\n    return json.loads('[1, 2, 3]')")
+    monkeypatch.chdir(folder)
+    if is_in_path:
+        monkeypatch.syspath_prepend(folder)
+    assert rewards_of(made, "beside:f") == [1.0, 2.0, 3.0]
+
+
 def test_an_error_of_the_caller_ends_the_call_and_its_process(made: list[Rewards]) -> None:
     rewards = Rewards(parse_reward_funcs([function("hanging")]))
     made.append(rewards)

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_PROGRAM = f"import sys; from {__name__} import serve; serve(int(sys.argv[1]), sys.argv[2])"
+_PROGRAM = f"import sys; sys.path[:] = sys.argv[3:]; from {__name__} import serve; serve(int(sys.argv[1]), sys.argv[2])"
 _POLL_S = 0.05
 _START_S = 60.0
 """Maximum seconds to import the function's module."""
@@ -38,7 +39,7 @@ class FunctionProcess:
     """A process that calls one function, started at the first call and again after it was ended.
 
     Args:
-        name: ``module:function`` or ``module.function``; it is imported with the module search path of this process.
+        name: ``module:function`` or ``module.function``; see :func:`_search_path` for where it is searched for.
         timeout_s: Maximum seconds of a call. A call that takes longer ends the process.
     """
 
@@ -63,12 +64,12 @@ class FunctionProcess:
         ours, theirs = _pair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), self.name],
+                # -P: the current folder does not come before the standard library.
+                [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), self.name, *_search_path()],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what the function prints is no output of this program
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._connection = ours
         try:
@@ -124,6 +125,15 @@ class FunctionProcess:
         if "error" in answer:
             raise (FunctionRaisedError if answer["is_raised"] else FunctionFailedError)(answer["error"])
         return answer["result"]
+
+
+def _search_path() -> list[str]:
+    """Return the folders in which a function's module is searched for: the standard library, the current folder, and
+    the others of this process. So a file ``json.py`` of the user does not replace the module ``json``."""
+    platform = sysconfig.get_path("platstdlib")
+    standard = {sysconfig.get_path("stdlib"), platform, str(Path(platform, "lib-dynload"))}
+    folders = dict.fromkeys([os.getcwd(), *filter(None, sys.path)])
+    return sorted(folders, key=lambda folder: folder not in standard)
 
 
 def _pair() -> tuple[Connection, Connection]:
