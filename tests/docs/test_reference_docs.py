@@ -25,6 +25,7 @@ from alto.runs.events import (
     JobAdded,
     JobEvaluated,
     KernelsCompiled,
+    MeasurementFailed,
     MeasuringBegun,
     RunEvent,
     RungScored,
@@ -136,6 +137,7 @@ def test_a_run_writes_every_event_and_no_other(run: Run) -> None:
     } - {  # only observers receive these
         GpusOffered,  # needs several GPUs
         KernelsCompiled,  # needs a GPU
+        MeasurementFailed,  # needs a reward that fails at the end
         RungScored,  # needs a task whose rungs rank by answers
         ShareReceived,  # needs several tasks
     }

@@ -221,6 +221,12 @@ def constant(completion_ids, **_):
 def checksum(completion_ids, **_):
     return [sum(ids) % 13 / 13 for ids in completion_ids]
 
+def last(completion_ids, seen=[], **_):
+    seen.append(len(completion_ids))
+    if 5 in seen:  # the rows of the last measurement
+        raise ValueError("no more")
+    return [sum(ids) % 13 / 13 for ids in completion_ids]
+
 def weighted(prompts, completion_ids, reference, answer, weight, **_):
     asked = [prompt.split("What is ")[1].split(" ")[0] for prompt in prompts]
     assert asked == [str(given["asked"]) for given in weight], (asked, weight)
@@ -330,7 +336,9 @@ def test_a_run_records_what_it_sampled(task: Any, tmp_path: Path) -> None:
         assert all(1 <= tokens <= 6 for tokens in metrics["completion_tokens"])
         assert {*metrics["truncated"], *metrics["equal_groups"]} <= {number / 8 for number in range(9)}
     (start,) = [value for event in events if event["event"] == "base_evaluated" for value in event["values"]]
-    for found in (start, *(event for event in events if event["event"] == "evaluated")):
+    evaluations = [event for event in events if event["event"] == "eval"]
+    assert evaluations
+    for found in (start, *evaluations):
         assert len(found["answers"]) == 3
         assert [answer["prompt"] for answer in found["answers"]] == [answer["prompt"] for answer in start["answers"]]
         assert "entropy" in found["metrics"]
@@ -353,6 +361,24 @@ def test_jobs_whose_rewards_never_differ_end_as_collapsed(task: Any, tmp_path: P
     page = (Path(result.run_dir) / "report.html").read_text("utf-8")
     assert "all completions of each prompt had equal rewards for 2 steps, with a mean reward of 0.5" in page
     assert audit(read_entries(Path(result.run_dir) / "journal.jsonl")) == ()
+
+
+def test_a_reward_that_fails_in_the_last_measurement_is_named(task: Any, tmp_path: Path) -> None:
+    early_exit = {"evaluations": [[1.0, 2]], "final_evaluations": [1, 5]}
+    result = alto.Engine(output_dir=tmp_path / "runs").tune(
+        task(reward_funcs=["length_rewards:last"], early_exit=early_exit, eval_steps=1.0)
+    )
+    (failed,) = [event for event in read_journal(result.run_dir) if event["event"] == "measurement_failed"]
+    assert failed["job"] == result.best_job
+    (evaluated,) = [
+        event for event in read_journal(result.run_dir) if event["event"] == "eval" and event["job"] == failed["job"]
+    ]
+    assert result.best_validation_loss == evaluated["validation_loss"]
+    (note,) = [note for note in result.notes if "could not be measured" in note]
+    assert note.startswith(f"{failed['job']} could not be measured once more at the end (a reward failed: length_rewar")
+    assert "length_rewards:last: it raised ValueError: no more" in note
+    assert "of the prompt '<|user|>What is" in note
+    assert "so its earlier evaluation counts" in (Path(result.run_dir) / "report.html").read_text("utf-8")
 
 
 def test_if_all_rewards_fail_the_task_fails_and_names_the_function(task: Any, tmp_path: Path) -> None:

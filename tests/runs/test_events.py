@@ -30,6 +30,7 @@ from alto.runs.events import (
     JobExited,
     JobResumed,
     JournalEntry,
+    MeasurementFailed,
     QueueStarted,
     RungScored,
     SavedJob,
@@ -373,6 +374,7 @@ def test_a_line_of_version_0_1_is_read_and_written_back() -> None:
         FinalistsJudged(scores=(), scorer="http", failure="https://judge.example: status 500, 3 times"),
         RungScored(rung=1, progress=0.2, scores=(SCORE,), scorer="python"),
         RungScored(rung=0, progress=0.1, scores=(), scorer="python", failure="score: row 1: it raised KeyError"),
+        MeasurementFailed(job="job-000", evidence={"reward": "f: it raised KeyError"}),
     ],
 )
 def test_an_event_is_written_and_read_back(event: Any) -> None:
@@ -382,6 +384,8 @@ def test_an_event_is_written_and_read_back(event: Any) -> None:
     history = RunHistory.of([again])
     if isinstance(event, RungScored):
         assert history.rung_scores == [event]
+    elif isinstance(event, MeasurementFailed):
+        assert history.measuring_failures == {event.job: event.evidence}
     else:
         assert (history.finalists, history.scorer, history.scorer_failure) == (
             event.scores,

@@ -13,6 +13,7 @@ from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TrainingState
 from alto.executor.tally import Evaluated
 from alto.records import LossPoint, StartValue
+from alto.runs.events import MeasurementFailed
 from alto.spec import LOSS, ObjectiveSettings, Task, score_of
 
 
@@ -137,7 +138,8 @@ def measure_best(state: TrainingState, recorder: JournalRecorder) -> None:
         try:
             with state.slot_manager.holding_best(job):
                 [value] = state.trainer.evaluate([job], rows=[context.evaluation_order[:num_rows]])
-        except JobFailedError:  # it keeps its earlier evaluation
+        except JobFailedError as error:  # it keeps its earlier evaluation
+            recorder.append(MeasurementFailed(job=best.job, evidence=error.evidence))
             continue
         found.append((best, value))
     for best, value in found:

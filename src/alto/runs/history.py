@@ -66,6 +66,8 @@ class RunHistory(JournalFold):
         forecast: Measured memory, packing and duration; None if nothing was measured before the run began.
         pace: Samples trained per second over the last minutes, since the run began or was resumed.
         finalists: Scores of the finalists' answers, best by the metric first; empty if there are none.
+        measuring_failures: Why the best adapters of jobs could not be measured at the end, by job: the evidence of the
+            failure.
         rung_scores: Scores of the jobs' answers at rungs, or why there are none, oldest first.
         scorer: Name of the scorer that scored the finalists or failed to, or ``eval_accuracy``; empty if there was
             none.
@@ -89,6 +91,7 @@ class RunHistory(JournalFold):
         self.pace = Pace()
         self.memory_events: list[events.OutOfMemory] = []
         self.finalists: tuple[FinalistScore, ...] = ()
+        self.measuring_failures: dict[str, Mapping[str, float | str]] = {}
         self.rung_scores: list[events.RungScored] = []
         self.scorer = ""
         self.scorer_failure = ""
@@ -257,6 +260,8 @@ class RunHistory(JournalFold):
                 self._on_train(event)
             case events.BestMeasured():
                 self._on_measured(event)
+            case events.MeasurementFailed():
+                self.measuring_failures[event.job] = event.evidence
             case events.JobEvaluated():
                 self._on_evaluated(event)
             case events.OutOfMemory():
@@ -336,6 +341,7 @@ class RunHistory(JournalFold):
         # A finished run that trains further jobs gets a new result.
         self.result, self.adapter_check = None, None
         self.finalists, self.scorer, self.scorer_failure = (), "", ""
+        self.measuring_failures.clear()
         # Stays cut off by the interruption end at the last event before it: nothing was trained after that.
         for name in list(self._open_stays):
             job = self.jobs[name]

@@ -9,6 +9,7 @@ from alto.records import ExitReason, Lead
 from alto.runs import JobHistory, RunHistory
 from alto.runs.lead import ConfigurationHistory, lead_of_winner, repeated_configurations
 from alto.spec import LOSS, loss_scale
+from alto.views.tables import explain_failure
 
 _MAX_NAMES = 3
 
@@ -16,8 +17,8 @@ _MAX_NAMES = 3
 def choice_notes(history: RunHistory) -> tuple[str, ...]:
     """Return notices about the winner of a finished run; empty if none applies.
 
-    They say whether its scorer failed, which other jobs are within noise of it, why it won although early exit had
-    ended it as underperforming, and where a budget ended it.
+    They say whether its scorer or the last measurement of a job failed, which other jobs are within noise of it, why it
+    won although early exit had ended it as underperforming, and where a budget ended it.
     """
     winner = history.best
     if history.result is None or winner is None:
@@ -37,6 +38,11 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
             f"select_by: the scorer {history.scorer} failed ({history.scorer_failure}), so the {ranked} chose "
             f"{winner.job}."
         )
+    notes += [
+        f"{job} could not be measured once more at the end ({explain_failure(evidence)}), so its earlier evaluation "
+        "counts."
+        for job, evidence in history.measuring_failures.items()
+    ]
     if tied := [other.job for other in history.result.within_noise]:
         notes.append(_tied_jobs_note(history, winner, tied))
     lead = lead_of_winner(history)

@@ -151,15 +151,22 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_rep
     elif job.exit_reason == ExitReason.UNDERPERFORMING:
         progress = numbers.get("progress", job.progress if rung_progress is None else rung_progress)
         sentence = _explain_underperforming(numbers, progress, has_repetitions=has_repetitions)
-    elif job.exit_reason == ExitReason.FAILED and "adapter_bytes" in numbers:
-        size = f"{numbers['adapter_bytes'] / 2**20:,.1f} MiB"
-        sentence = f"its adapter ({size} with gradient and optimizer state) does not fit into memory"
-    elif job.exit_reason == ExitReason.FAILED and "row_tokens" in numbers:
-        sentence = f"a single row of {format_count(numbers['row_tokens'])} tokens does not fit into memory"
-    elif job.exit_reason == ExitReason.FAILED and isinstance(job.exit_evidence.get("reward"), str):
-        sentence = f"a reward failed: {clean(str(job.exit_evidence['reward']))}"
+    elif job.exit_reason == ExitReason.FAILED:
+        sentence = explain_failure(job.exit_evidence)
     listed = ", ".join(f"{clean(key)} {format_setting(value)}" for key, value in job.exit_evidence.items())
     return sentence or listed or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
+
+
+def explain_failure(evidence: Mapping[str, object]) -> str:
+    """Explain in one phrase why a job failed; empty if the evidence is not that of a known failure."""
+    numbers = {key: value for key, value in evidence.items() if isinstance(value, int | float)}
+    if "adapter_bytes" in numbers:
+        size = f"{numbers['adapter_bytes'] / 2**20:,.1f} MiB"
+        return f"its adapter ({size} with gradient and optimizer state) does not fit into memory"
+    if "row_tokens" in numbers:
+        return f"a single row of {format_count(numbers['row_tokens'])} tokens does not fit into memory"
+    reward = evidence.get("reward")
+    return f"a reward failed: {clean(reward)}" if isinstance(reward, str) else ""
 
 
 def _times(evidence: Mapping[str, float]) -> str:

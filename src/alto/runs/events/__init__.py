@@ -40,6 +40,7 @@ from alto.runs.events.job_events import (
     JobParked,
     JobReopened,
     JobResumed,
+    MeasurementFailed,
     TrainSteps,
 )
 from alto.runs.events.queue_events import (
@@ -107,6 +108,7 @@ __all__ = [
     "JobResumed",
     "JournalEntry",
     "KernelsCompiled",
+    "MeasurementFailed",
     "MeasuringBegun",
     "OutOfMemory",
     "ProfileMeasured",

@@ -31,6 +31,7 @@ WIRE_NAMES: Mapping[type, str] = {
     job.TrainSteps: "train",
     job.JobEvaluated: "eval",
     job.BestMeasured: "best_measured",
+    job.MeasurementFailed: "measurement_failed",
     job.JobParked: "job_parked",
     run.RungScored: "rung_scored",
     run.WarmupEnded: "warmup_ended",

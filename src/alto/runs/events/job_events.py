@@ -135,6 +135,19 @@ class BestMeasured(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasurementFailed(RunEvent):
+    """A job's best adapter could not be measured at the end, so its earlier evaluation counts.
+
+    Attributes:
+        job: Job id.
+        evidence: The reason, as for a job that exits as ``failed``: numbers or text by name.
+    """
+
+    job: str
+    evidence: Mapping[str, float | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobParked(RunEvent):
     """A job leaves its slot; its state is kept and it will be resumed.
 
