@@ -163,6 +163,32 @@ def test_the_tags_of_a_format_may_be_others() -> None:
     assert not is_right("format", "4", "<think>1</think><answer>2</answer>", tags=["answer"])
 
 
+REFERENCE = "The cat sat on the mat, and the dog slept."
+SIMILAR = "On the mat the cat and the dog sat; the bird slept."
+
+
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [
+        # The values of rapidfuzz.fuzz.ratio / 100, and of the F-measures of rouge_score.RougeScorer.
+        ("fuzzy_match", 0.6666667),
+        ("rouge_1", 0.9090909),
+        ("rouge_2", 0.5),
+        ("rouge_3", 0.2222222),
+        ("rouge_4", 0.0),
+        ("rouge_5", 0.0),
+        ("rouge_l", 0.6363636),
+    ],
+)
+def test_similarity(measure: str, expected: float) -> None:
+    scorer = matching("similarity", measure=measure)
+    equal, similar, other = scorer(
+        [Answer(prompt="", reference=REFERENCE, answer=answer) for answer in (REFERENCE, SIMILAR, "")], lambda: None
+    )
+    assert (equal, other) == (1.0, 0.0)
+    assert similar == pytest.approx(expected, abs=1e-6)
+
+
 def test_exact_match_is_the_number_behind_four_hashes_as_it_is_written() -> None:
     assert is_right("exact_match", "so\n#### 1,800", "6 * 300\n#### $1800.")
     assert not is_right("exact_match", "#### 18", "#### 18.0")

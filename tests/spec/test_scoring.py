@@ -44,6 +44,7 @@ def test_the_words_of_earlier_versions_stay(word: str, tmp_path: Path) -> None:
         {"scorer": "numeric", "tolerance": 0.5},
         {"scorer": "tool_call"},
         {"scorer": "format", "tags": ["reasoning", "answer"]},
+        {"scorer": "similarity", "measure": "rouge_l"},
     ],
 )
 def test_a_mapping_is_written_and_read_back(settings: dict[str, Any], tmp_path: Path) -> None:

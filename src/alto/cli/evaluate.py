@@ -55,8 +55,8 @@ def evaluate(
         typer.Option(
             "--metric",
             help="auto (depends on the rows and the run), loss, preference, or a scorer of answers: exact, contains, "
-            "numeric, exact_match, tool_call, format, multiple_choice, '{scorer: json, keys: [total]}', '{scorer: "
-            "regex, pattern: …}'.",
+            "numeric, exact_match, tool_call, format, similarity, multiple_choice, '{scorer: json, keys: [total]}', "
+            "'{scorer: regex, pattern: …}'.",
         ),
     ] = "auto",
     batch_size: Annotated[

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from alto.records import Candidate, FinalistScore, Judgement, LossPoint, StartValue
+from alto.records import GRADED_SCORERS, Candidate, FinalistScore, Judgement, LossPoint, StartValue
 from alto.records.evaluation import student_quantile
 from alto.spec import LEAST_SCORE
 
@@ -227,13 +227,10 @@ _NORMAL = statistics.NormalDist().inv_cdf(0.975)
 EVAL_ACCURACY = "eval_accuracy"
 """The scorer that chooses by the number of right answers alone, and ignores noise."""
 
-_GRADED = ("python", "http")
-"""Scorers that return any number; the others score an answer as right (1) or wrong (0)."""
-
 
 def scores_of(judgement: Judgement) -> tuple[FinalistScore, ...]:
     """Return mean score and interval of every job, in the order of ``judgement``; empty if the scorer failed."""
-    is_counted = judgement.scorer not in _GRADED
+    is_counted = judgement.scorer not in GRADED_SCORERS
     return tuple(
         FinalistScore(
             job=job,

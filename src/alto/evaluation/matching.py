@@ -7,6 +7,7 @@ import json
 import operator
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -30,25 +31,26 @@ _END_OF_THOUGHT = "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matching:
-    """A scorer that extracts a value from the answer and from the reference: 1 if the values agree, else 0.
+    """A scorer that extracts a value from the answer and from the reference, and compares them.
 
     Attributes:
         needed: The property that a row's reply needs to be a reference; completes the phrase "replies that ...".
         read: Extracts the value from a text; None if there is none, which agrees with nothing.
-        agrees: Compares the value of the reference with the value of the answer, in this order.
+        agrees: Returns how well the value of the reference agrees with the value of the answer, in this order: a number
+            from 0 to 1, or a boolean.
     """
 
     needed: str
     read: Callable[[str], Any]
-    agrees: Callable[[Any, Any], bool] = operator.eq
+    agrees: Callable[[Any, Any], float] = operator.eq
 
     def __call__(self, answers: Sequence[Answer], on_turn: OnTurn) -> list[float]:
         """Return the score of every answer; ``on_turn`` is not called, because scoring is fast."""
-        return [float(self._is_right(one)) for one in answers]
+        return [self._score(one) for one in answers]
 
-    def _is_right(self, answer: Answer) -> bool:
+    def _score(self, answer: Answer) -> float:
         wanted, found = self.read(answer.reference), self.read(answer.answer)
-        return wanted is not None and found is not None and self.agrees(wanted, found)
+        return 0.0 if wanted is None or found is None else float(self.agrees(wanted, found))
 
     def extracted(self, text: str) -> str | None:
         """Return the value extracted from ``text``, as text; None if nothing is found."""
@@ -87,6 +89,12 @@ def matching_of(scoring: Scoring) -> Matching | None:
             )
         case "tool_call":
             return Matching(needed="call a tool", read=lambda text: tool_calls_in(text) or None, agrees=_are_same_calls)
+        case "similarity":
+            if scoring.measure == "fuzzy_match":
+                return Matching(needed=some_text, read=normalised, agrees=_common_subsequence)
+            _, _, length = scoring.measure.partition("_")
+            agrees = _common_subsequence if length == "l" else partial(_common_runs, length=int(length))
+            return Matching(needed="have words", read=_words, agrees=agrees)
         case "multiple_choice" | "python" | "http":
             return None
         case other:
@@ -140,6 +148,38 @@ def _is_tagged(text: str, tags: Sequence[str]) -> bool:
     if any(text.count(mark) != 1 for tag in tags for mark in (f"<{tag}>", f"</{tag}>")):
         return False  # so each part of the pattern can match in one way only
     return re.fullmatch(r"\s*".join(["", *(f"<{tag}>.*</{tag}>" for tag in tags), ""]), text, re.DOTALL) is not None
+
+
+def _words(text: str) -> list[str] | None:
+    """Return the words of ``text`` in small letters; None if there are none. As in ROUGE, all but letters and digits
+    separates words."""
+    return re.findall(r"[^\W_]+", text.lower()) or None
+
+
+def _common_subsequence(one: Sequence[str], other: Sequence[str]) -> float:
+    """Return twice the length of the longest common subsequence, divided by the sum of both lengths.
+
+    Bit-parallel algorithm of Hyyrö (2004): bit ``i`` of ``unmatched`` is 0 where item ``i`` of ``one`` makes the
+    subsequence longer.
+    """
+    places: dict[str, int] = {}
+    for place, item in enumerate(one):
+        places[item] = places.get(item, 0) | 1 << place
+    everything = unmatched = (1 << len(one)) - 1
+    for item in other:
+        found = unmatched & places.get(item, 0)
+        unmatched = ((unmatched + found) | (unmatched - found)) & everything
+    return _share(len(one) - unmatched.bit_count(), len(one), len(other))
+
+
+def _common_runs(one: Sequence[str], other: Sequence[str], *, length: int) -> float:
+    """Return twice the number of common runs of ``length`` items, divided by the number of runs of both."""
+    runs, others = (Counter(zip(*(items[at:] for at in range(length)), strict=False)) for items in (one, other))
+    return _share((runs & others).total(), runs.total(), others.total())
+
+
+def _share(common: int, size: int, other: int) -> float:
+    return 2 * common / (size + other) if size + other else 0.0
 
 
 def _last_number(text: str) -> Decimal | None:

@@ -26,7 +26,7 @@ from alto.evaluation.target import BASE, loaded_adapters
 from alto.evaluation.vllm import complete_with_vllm
 from alto.lora import HEAD, SavedAdapter
 from alto.objectives.pairs import preference_metrics
-from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Prediction
+from alto.records import GRADED_SCORERS, AdapterEvaluation, Evaluation, EvaluationResult, Prediction
 from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Scoring, quantisation_keys
 
 
@@ -53,14 +53,14 @@ def predictions_of(
             reference=one.reference,
             generated=one.answer,
             extracted=scorer.extracted(one.answer) if isinstance(scorer, Matching) else None,
-            correct=bool(score) if isinstance(scorer, Matching) else None,
+            correct=score == 1 if isinstance(scorer, Matching) else None,
             score=None if score is None else float(score),
         )
         for row, (one, score) in enumerate(zip(answers, scores, strict=True), start=1)
     ]
 
 
-_DECIDING = ("scorer", "keys", "pattern", "tolerance", "tags", "ignore_case", "function")
+_DECIDING = ("scorer", "keys", "pattern", "tolerance", "tags", "measure", "ignore_case", "function")
 """Settings of a scorer that affect its scores."""
 
 _NOT_OF_HEADS = {
@@ -167,7 +167,7 @@ def measure(
                 else {"loss": results.losses[slot] if results.losses else None}
             ),
             exact_match=score if scoring is not None and scoring.scorer == "exact_match" else None,
-            num_correct=None if scoring is None or scoring.reaches_outside else round(sum(scores)),
+            num_correct=None if scoring is None or scoring.scorer in GRADED_SCORERS else round(sum(scores)),
             scorer=None if scoring is None else scoring.scorer,
             score=score,
             reward_accuracy=accuracy,

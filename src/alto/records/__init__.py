@@ -13,6 +13,7 @@ from alto.records.data import (
     Segments,
 )
 from alto.records.evaluation import (
+    GRADED_SCORERS,
     AdapterEvaluation,
     Evaluation,
     EvaluationResult,
@@ -71,6 +72,7 @@ from alto.records.scheduling import (
 )
 
 __all__ = [
+    "GRADED_SCORERS",
     "MAX_DURATION_S",
     "MIN_DURATION_S",
     "UNSTEADY",

@@ -16,11 +16,15 @@ ScorerName: TypeAlias = Literal[
     "numeric",
     "exact_match",
     "format",
+    "similarity",
     "multiple_choice",
     "python",
     "http",
 ]
 """The scorers of answers."""
+
+GRADED_SCORERS: frozenset[ScorerName] = frozenset({"similarity", "python", "http"})
+"""The scorers that return other numbers than 1 (right) and 0 (wrong)."""
 
 Metric: TypeAlias = Literal["auto", "loss", "preference", ScorerName]
 """The metric of an evaluation; ``auto`` chooses it by the rows."""
@@ -100,7 +104,7 @@ class Prediction:
         generated: The model's answer, without the end token.
         extracted: The part of the answer that a built-in scorer compares; None if it finds none, or if there is no
             built-in scorer.
-        correct: Whether the extracted part agrees with the reference; None if there is no built-in scorer.
+        correct: Whether the extracted part fully agrees with the reference; None if there is no built-in scorer.
         score: Score of the answer; None if it was not scored.
     """
 

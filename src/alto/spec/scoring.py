@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -146,11 +146,14 @@ _ONLY_OF: Mapping[str, tuple[ScorerName, ...]] = {
     "pattern": ("regex",),
     "tolerance": ("numeric",),
     "tags": ("format",),
+    "measure": ("similarity",),
     "ignore_case": ("exact", "contains", "regex"),
     "function": ("python",),
     "url": ("http",),
     "headers_env": ("http",),
 }
+SimilarityMeasure: TypeAlias = Literal["fuzzy_match", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"]
+
 _NEEDED = ("pattern", "function", "url")
 _OF_EVALUATIONS = {
     "num_rows": "name limit instead",
@@ -168,10 +171,10 @@ class Scoring(SpecModel):
             JSON value as the reply. ``tool_call``: it has the reply's tool calls, with their names and arguments.
             ``numeric``: its last number equals that of the reply. ``exact_match``: ``numeric`` in GSM8K's form, where
             the number is the final answer ``#### N``. ``format``: it consists of tags in a given order, each once,
-            whatever is in them; the reply is not compared. ``multiple_choice``: among the distinct replies of the
-            validation rows (at most 26), the row's own reply is the most likely; nothing is generated. ``python``: your
-            own function scores each generated text. ``http``: a server does, for example one that asks a language
-            model.
+            whatever is in them; the reply is not compared. ``similarity``: the score is a number from 0 to 1 that says
+            how similar it is to the reply. ``multiple_choice``: among the distinct replies of the validation
+            rows (at most 26), the row's own reply is the most likely; nothing is generated. ``python``: your own
+            function scores each generated text. ``http``: a server does, for example one that asks a language model.
         keys: For ``json``: compare only these keys of an object; ``a.b`` is ``b`` in the object ``a``. None compares
             the whole value.
         pattern: For ``regex``: a Python regular expression that is searched for in the generated text. If it has a
@@ -179,6 +182,9 @@ class Scoring(SpecModel):
         tolerance: For ``numeric``: largest difference of two numbers that count as equal.
         tags: For ``format``: names of the tags; the default is ``<think>…</think><answer>…</answer>``. Only white space
             may be before, between and after them.
+        measure: For ``similarity``: twice the size of what both texts have in common, divided by the size of both.
+            ``fuzzy_match``: their longest common subsequence of characters. ``rouge_l``: that of words. ``rouge_1`` to
+            ``rouge_5``: their common sequences of as many words.
         ignore_case: For ``exact``, ``contains`` and ``regex``: ignore the case of letters.
         function: For ``python``: the function's dotted name, ``package.module:function`` or
             ``package.module.function``; in Python also the function itself, if it can be imported by that name. It is
@@ -207,6 +213,7 @@ class Scoring(SpecModel):
     pattern: str | None = Field(default=None, min_length=1, description="regular expression of a right answer")
     tolerance: float = Field(default=0.0, ge=0, description="largest difference of numbers that count as equal")
     tags: tuple[str, ...] = Field(default=("think", "answer"), description="tags of an answer, in order")
+    measure: SimilarityMeasure = Field(default="fuzzy_match", description="what texts have in common")
     ignore_case: bool = Field(default=False, description="treat capital and small letters alike")
     function: str | None = Field(default=None, min_length=1, description="dotted name of a Python function")
     url: str | None = Field(default=None, min_length=1, description="address of an HTTP scorer")
