@@ -35,6 +35,7 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "importing/sources.py": {"train"},
     "service/api/cluster.py": {"planned"},  # keys of answers, and words of OpenAI's API
     "service/api/tasks.py": {"command_refused"},
+    "service/openai/graders.py": {"eval"},
     "service/openai/jobs.py": {"checkpoint"},
     "service/openai/unsupported.py": {"checkpoint"},
     "spec/row_objects.py": {"eval", "train"},

@@ -21,6 +21,13 @@ CHECK = {
     "input": "{{ sample.output_text }}",
     "reference": "{{item.reference}}",
 }
+SIMILARITY = {
+    "type": "text_similarity",
+    "name": "near",
+    "input": "{{sample.output_text}}",
+    "reference": "{{ item.reference }}",
+    "evaluation_metric": "rouge_l",
+}
 TRAINED = {"n_epochs": 1, "learning_rate": [1e-3, 5e-3], "r": 4, "batch_size": 4}
 
 
@@ -47,6 +54,9 @@ def created(service: Served, select_by: Any, **more: Any) -> Any:
         ({"scorer": "json", "keys": ["total"]}, {"scorer": "json", "keys": ["total"]}),
         ({"scorer": "tool_call"}, {"scorer": "tool_call"}),
         ({"scorer": "numeric", "tolerance": 0.5}, {"scorer": "numeric", "tolerance": 0.5}),
+        ({"scorer": "format", "tags": ["a"]}, {"scorer": "format", "tags": ["a"]}),
+        ({"type": "numeric", "tolerance": 0.5}, {"scorer": "numeric", "tolerance": 0.5}),
+        (SIMILARITY, {"scorer": "similarity", "measure": "rouge_l"}),
         ("eval_accuracy", "eval_accuracy"),
     ],
 )
@@ -57,14 +67,18 @@ def test_a_grader_of_a_request_is_what_chooses_in_its_task(service: Served, grad
 
 BAD = [
     (CHECK | {"operation": "ne"}, "expected eq or like or ilike, found 'ne'"),
-    (CHECK, "operation: expected eq or like or ilike, found None"),
-    (CHECK | {"operation": ["eq"]}, "expected eq or like or ilike"),
+    (CHECK, "operation: expected eq or ne or like or ilike, found None"),
+    (CHECK | {"operation": ["eq"]}, "expected eq or ne or like or ilike"),
     (CHECK | {"operation": "eq", "input": "{{item.answer}}"}, "input: expected '{{sample.output_text}}'"),
     (CHECK | {"operation": "eq", "reference": "{{item.answer}}"}, "reference: expected '{{item.reference}}'"),
     (CHECK | {"operation": "eq", "url": "http://localhost:1/"}, "found 'url'; remove it"),
-    *(({"type": kind}, f"expected 'string_check', found '{kind}'; use string_check, or")
-      for kind in ("text_similarity", "python", "http", "score_model", "label_model", "multi", "endpoint")),
-    ({"type": ["string_check"]}, "expected 'string_check'"),
+    *(({"type": kind}, f"similarity, found '{kind}'; {why}")
+      for kind, why in (("python", "this service runs no code of requests"), ("http", "this service contacts no"),
+                        ("score_model", "this service asks no model"), ("label_model", "this service asks no model"),
+                        ("regex", "a pattern may never stop"), ("multi", "use one of these"))),
+    ({"type": ["string_check"]}, "select_by.type: expected string_check or text_similarity or exact"),
+    (SIMILARITY | {"evaluation_metric": "bleu"}, "evaluation_metric: expected fuzzy_match or rouge_1"),
+    ({"type": "numeric", "url": "http://localhost:1/"}, "found 'url'; remove it"),
     *(({"scorer": kind, **more}, f"found '{kind}'; use one of these")
       for kind, more in (("regex", {"pattern": "(a+)+$"}), ("python", {"function": "os:system"}),
                          ("http", {"url": "http://localhost:1/"}))),
@@ -97,7 +111,13 @@ def test_a_grader_is_checked_by_itself(service: Served) -> None:
     grader = CHECK | {"operation": "eq"}
     answer = httpx2.post(url, json={"grader": grader})
     assert (answer.status_code, answer.json()) == (200, {"grader": grader})
-    for bad in (CHECK | {"operation": "ne"}, {"scorer": "regex", "pattern": "a"}, {"scorer": "json", "keys": []}):
+    for bad in (
+        CHECK | {"operation": "is"},
+        {"scorer": "regex", "pattern": "a"},
+        {"scorer": "json", "keys": []},
+        {"type": "json", "keys": []},
+        {"type": "python", "name": "f", "source": "def grade(sample, item):\n    return 1.0"},
+    ):
         assert httpx2.post(url, json={"grader": bad}).status_code == 400
     assert httpx2.post(f"{service.url}/v1/fine_tuning/alpha/graders/run", json={}).status_code == 400
 

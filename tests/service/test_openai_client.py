@@ -168,6 +168,19 @@ def test_jobs_are_what_the_client_types_say(service: Served, client: openai.Open
         {"type": "dpo", "dpo": {"hyperparameters": {"beta": "auto", "n_epochs": "auto", "learning_rate": 1e-4}}},
         {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5, "batch_size": 4, "r": [4, 8]}}},
         {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 3, "learning_rate_multiplier": 2}}},
+        {
+            "type": "reinforcement",
+            "reinforcement": {
+                "grader": {
+                    "type": "string_check",
+                    "name": "right",
+                    "operation": "eq",
+                    "input": "{{sample.output_text}}",
+                    "reference": "{{item.reference}}",
+                },
+                "hyperparameters": {"n_epochs": 1, "learning_rate_multiplier": 1, "compute_multiplier": 0.5},
+            },
+        },
     ]
     for method in methods:
         answer = raw.create(model="alto-tiny", training_file=file, method=method, suffix="a", seed=3, metadata={})

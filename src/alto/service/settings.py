@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from alto.errors import SpecError
-from alto.spec import SpecModel, canonical_keys, read_mapping
+from alto.spec import SpecModel, canonical_keys, parse_reward_funcs, read_mapping
 
 MIB = 2**20
 MOST_NAME_CHARS = 96
@@ -56,6 +56,9 @@ class ServiceSettings(SpecModel):
         models: Base models by the names that requests use: shipped names, hub ids or local folders.
         hub_models: Whether requests may also name any model of the Hugging Face hub.
         trust_remote_code: Names of models whose own Python code may run.
+        graders: Scorers that requests may name as the ``type`` of a grader, each with its settings as in
+            ``reward_funcs``. They may call a Python function, contact a server or search for a pattern, because the
+            owner of the service wrote them.
         max_gpus, max_tasks, max_bytes, requests_per_s: Limits of tenants that have no limits of their own. Bytes count
             uploaded files and run folders.
         vllm: The vLLM server that serves the adapters; None if there is none.
@@ -74,6 +77,7 @@ class ServiceSettings(SpecModel):
     models: Mapping[str, str] = Field(default={"alto-tiny": "alto-tiny"}, description="base models by name")
     hub_models: bool = Field(default=False, description="whether requests may name any model of the hub")
     trust_remote_code: tuple[str, ...] = Field(default=(), description="models whose own code may run")
+    graders: Mapping[str, Any] = Field(default={}, description="graders of the service, by the names in requests")
     max_upload_bytes: int = Field(default=512 * MIB, ge=1, description="maximum size of an uploaded file, in bytes")
     max_request_bytes: int = Field(default=MIB, ge=1024, description="maximum size of any other request, in bytes")
     max_jobs: int = Field(default=1000, ge=1, le=10_000, description="maximum number of jobs of one task")
@@ -108,6 +112,11 @@ class ServiceSettings(SpecModel):
                     "name."
                 )
         return value
+
+    @field_validator("graders")
+    @classmethod
+    def _check_graders(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {name: parse_reward_funcs([scoring])[0].to_dict() for name, scoring in value.items()}
 
     @field_validator("vllm", mode="before")
     @classmethod

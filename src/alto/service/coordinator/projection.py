@@ -28,6 +28,7 @@ from alto.service.openai.translation import multiplier_of
 from alto.service.savings import savings_of
 from alto.service.store.jobs import add_event
 from alto.service.store.tables import Checkpoint, FileRow, JobEvent, JobRow, ModelRow
+from alto.spec import find_method
 
 _NUM_AT_ONCE = 500
 """Maximum number of journal entries per transaction."""
@@ -220,9 +221,11 @@ def publish(service: Service, job: JobRow) -> Publication:
         "samples_budgeted": history.samples_budgeted,
         "saved_share": round(saved, 4),
     }
+    loss, learns_from_rewards = result.best_validation_loss, find_method(history.method).entry.generates
+    value = f"mean reward {0.0 - loss:.4f}" if learns_from_rewards else f"validation loss {loss:.4f}"
     message = (
-        f"Best of {len(result.job_results)} configurations: {result.best_job}, validation loss "
-        f"{result.best_validation_loss:.4f}; early exit saved {saved:.0%} of the training"
+        f"Best of {len(result.job_results)} configurations: {result.best_job}, {value}; early exit saved {saved:.0%} "
+        "of the training"
     )
     return Publication(
         model=model,
@@ -250,10 +253,14 @@ def write_result(session: Session, row: JobRow, found: Publication) -> None:
 
 
 def _chosen(config: Any) -> dict[str, Any]:
-    """Return the best configuration's hyperparameters under OpenAI's names, with ALTO's learning rate and rank."""
+    """Return the best configuration's hyperparameters under OpenAI's names, with ALTO's learning rate and rank. A batch
+    of completions counts their prompts."""
+    batch_size = config.get("per_device_train_batch_size")
+    if batch_size is not None and "num_generations" in config:
+        batch_size //= config["num_generations"]
     found = {
         "n_epochs": config.get("num_train_epochs"),
-        "batch_size": config.get("per_device_train_batch_size"),
+        "batch_size": batch_size,
         "learning_rate_multiplier": multiplier_of(config["learning_rate"]),
         "beta": config.get("beta"),
     }

@@ -15,7 +15,7 @@ from alto.service.context import ServiceOf
 from alto.service.dashboard.rendering import PageRoute, page
 from alto.service.errors import refused
 from alto.service.openai.files import FINE_TUNE
-from alto.service.openai.translation import METHODS
+from alto.service.openai.translation import METHODS, REINFORCEMENT
 from alto.service.store.tables import FileRow
 from alto.service.web.access import Reader
 from alto.spec import NotYamlError, read_yaml
@@ -70,7 +70,7 @@ def form(request: Request, service: ServiceOf, caller: Reader) -> HTMLResponse:
         caller,
         models=sorted(service.settings.models),
         hub_models=service.settings.hub_models,
-        methods=list(METHODS),
+        methods=[name for name in METHODS if name != REINFORCEMENT],  # the form has no grader
         files=files,
         price=price_of_hour(None),
         can_write="write" in caller.scopes,

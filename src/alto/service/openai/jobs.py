@@ -17,8 +17,9 @@ from alto.service.errors import ApiError, not_found, refused
 from alto.service.ids import new_id, now
 from alto.service.models import base_model_of
 from alto.service.openai.files import FINE_TUNE, check_quota, find_file
+from alto.service.openai.graders import reward_values
 from alto.service.openai.objects import After, Limit, checkpoint_object, event_object, job_object, list_object
-from alto.service.openai.translation import METHODS, build, task_values
+from alto.service.openai.translation import METHODS, REINFORCEMENT, build, task_values
 from alto.service.settings import MOST_NAME_CHARS
 from alto.service.store.jobs import add_event, cancel_job, count_open, find_job, page_of, pause_job, resume_job
 from alto.service.store.store import RequestMark
@@ -38,11 +39,17 @@ class _MethodSettings(BaseModel):
     hyperparameters: dict[str, Any] = Field(default_factory=dict)
 
 
+class _Reinforcement(_MethodSettings):
+    model_config = ConfigDict(extra="forbid")
+
+    grader: dict[str, Any]
+
+
 class _Method(BaseModel):
     type: str
     supervised: _MethodSettings | None = None
     dpo: _MethodSettings | None = None
-    reinforcement: dict[str, Any] | None = None
+    reinforcement: _Reinforcement | None = None
 
 
 class JobRequest(BaseModel):
@@ -80,8 +87,7 @@ class JobRequest(BaseModel):
         """
         if self.kind not in METHODS:
             raise refused(
-                f"method.type: expected {' or '.join(METHODS)}, found {self.kind[:50]!r}; give a grader as "
-                "select_by in the hyperparameters of these methods",
+                f"method.type: expected {' or '.join(METHODS)}, found {self.kind[:50]!r}; use one of these",
                 "method",
                 "unsupported_method",
             )
@@ -95,6 +101,19 @@ class JobRequest(BaseModel):
                 "conflicting_keys",
             )
         return inner or self.hyperparameters or {}
+
+    def checked_grader(self) -> dict[str, Any]:
+        """Return the grader of the method ``reinforcement``.
+
+        Raises:
+            ApiError: There is none.
+        """
+        if self.method is None or self.method.reinforcement is None:
+            raise refused(
+                "method.reinforcement: expected a grader, which scores the answers to learn from, found none; add one",
+                "grader",
+            )
+        return self.method.reinforcement.grader
 
 
 @router.post("/jobs")
@@ -212,6 +231,8 @@ def draft_of(service: Service, body: JobRequest) -> dict[str, Any]:
         )
     hyperparameters = body.checked_hyperparameters()
     values = task_values(body.kind, hyperparameters, seed=body.seed)
+    if body.kind == REINFORCEMENT:
+        values |= reward_values(body.checked_grader(), values.get("columns"), service.settings.graders)
     values |= base_model_of(service.settings, body.model)
     task = _task_of(values, hyperparameters)
     if len(task.jobs) > service.settings.max_jobs:

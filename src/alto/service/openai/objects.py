@@ -68,6 +68,7 @@ def job_object(row: JobRow) -> dict[str, Any]:
     shown = _hyperparameters(given, chosen)
     extra = {key: value for key, value in given.items() if key not in (*_TYPED, "beta")}
     beta = {"beta": _number(given.get("beta", "auto"), chosen.get("beta"))} if kind == "dpo" else {}
+    grader = (method.get(kind) or {}).get("grader")
     return {
         "id": row.id,
         "object": "fine_tuning.job",
@@ -79,7 +80,10 @@ def job_object(row: JobRow) -> dict[str, Any]:
         "hyperparameters": shown,
         "integrations": row.request.get("integrations") or [],
         "metadata": row.pairs,
-        "method": {"type": kind, kind: {"hyperparameters": {**extra, **shown, **beta}}},
+        "method": {
+            "type": kind,
+            kind: {**({} if grader is None else {"grader": grader}), "hyperparameters": {**extra, **shown, **beta}},
+        },
         "model": row.model,
         "organization_id": row.tenant,
         "result_files": (row.result or {}).get("result_files", []),

@@ -7,6 +7,7 @@ service's machine.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from alto.base import nearest_key, quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.service.errors import ApiError, refused
-from alto.spec import JOB_ALIASES, MAPPING_FIELDS, TASK_ALIASES, TASK_FIELDS, Task, parse_select_by, usual_learning_rate
+from alto.service.openai.graders import select_by_of
+from alto.spec import JOB_ALIASES, MAPPING_FIELDS, TASK_ALIASES, TASK_FIELDS, Task, usual_learning_rate
 
 # Module names in requests, which must be plain names. ALTO itself also takes regular expressions, but an expression of
 # a stranger can keep a process busy forever.
@@ -126,77 +128,8 @@ def _unknown(found: re.Match[str], refused: Collection[str]) -> str:
     return f"{about} {_OF_TASK}" if task and suggestion else about
 
 
-_SCORERS = ("exact", "contains", "numeric", "exact_match", "json", "tool_call", "multiple_choice")
-"""Scorers that requests may name. The others run code, contact servers, or may never end (backtracking patterns)."""
-_KEYS = ("scorer", "keys", "tolerance", "ignore_case", "num_rows", "max_new_tokens", "at")
-_OPERATIONS: Mapping[str, dict[str, Any]] = {
-    "eq": {"scorer": "exact"},
-    "like": {"scorer": "contains"},
-    "ilike": {"scorer": "contains", "ignore_case": True},
-}
-_STRING_CHECK = {"input": "sample.output_text", "reference": "item.reference"}
-"""Keys of OpenAI's grader, with the only template that each may have."""
-_TEMPLATE = re.compile(r"\{\{\s*([\w.]+)\s*\}\}")
-
-
-def select_by_of(value: Any) -> Any:
-    """Return the task's ``select_by`` for the ``select_by`` of a request.
-
-    Args:
-        value: A grader of OpenAI (with ``type``), or ``select_by`` in ALTO's form.
-
-    Raises:
-        ApiError: A service does not run this grader or scorer.
-    """
-    if not isinstance(value, Mapping):
-        return value
-    if "type" in value:
-        return _scorer_of(value)
-    if value.get("scorer") not in _SCORERS:
-        raise _unsupported("select_by.scorer", " or ".join(_SCORERS), value.get("scorer"), "use one of these")
-    for key in value:
-        if key not in _KEYS:
-            raise _unsupported("select_by", f"the keys {', '.join(_KEYS)}", key, "remove it")
-    return dict(value)
-
-
-def check_grader(grader: Mapping[str, Any]) -> None:
-    """Check a grader as if it were ``select_by`` of a job.
-
-    Raises:
-        ApiError: A job cannot have this grader.
-    """
-    try:
-        parse_select_by(select_by_of(grader))
-    except SpecError as error:
-        raise refused(str(error), "grader") from None
-
-
-def _scorer_of(grader: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scorer that does the same as a grader of OpenAI."""
-    if grader["type"] != "string_check":
-        remedy = f"use string_check, or {{scorer: …}} with one of {', '.join(_SCORERS)}"
-        raise _unsupported("select_by.type", "'string_check'", grader["type"], remedy)
-    for key in grader:
-        if key not in ("type", "name", "operation", *_STRING_CHECK):
-            raise _unsupported("select_by", "the keys type, name, input, reference, operation", key, "remove it")
-    for key, wanted in _STRING_CHECK.items():
-        found = _TEMPLATE.fullmatch(str(grader.get(key)).strip())
-        if found is None or found[1] != wanted:
-            what = "generated text" if key == "input" else "reply of a row"
-            remedy = f"write the expected value, which stands for the {what}"
-            raise _unsupported(f"select_by.{key}", f"'{{{{{wanted}}}}}'", grader.get(key), remedy)
-    operation = grader.get("operation")
-    if not isinstance(operation, str) or operation not in _OPERATIONS:
-        raise _unsupported("select_by.operation", " or ".join(_OPERATIONS), operation, "use one of these")
-    return dict(_OPERATIONS[operation])
-
-
-def _unsupported(where: str, expected: str, found: object, remedy: str) -> ApiError:
-    return refused(f"{where}: expected {expected}, found {quoted(found)}; {remedy}", "select_by", "unsupported_grader")
-
-
-METHODS = {"supervised": "sft", "dpo": "dpo"}
+REINFORCEMENT = "reinforcement"
+METHODS = {"supervised": "sft", "dpo": "dpo", REINFORCEMENT: "grpo"}
 
 ALLOWED_TASK_KEYS = frozenset(
     {
@@ -244,14 +177,16 @@ _REFUSED_KEYS = (frozenset(TASK_FIELDS) - ALLOWED_TASK_KEYS) | _REFUSED_JOB_KEYS
 
 _MULTIPLIER = "learning_rate_multiplier"
 _LARGEST_MULTIPLIER = 1e6
+_LARGEST_COMPUTE = 128
+_BATCH = "per_device_train_batch_size"
 _NAMES = {
     _MULTIPLIER: "learning_rate",
     "n_epochs": "num_train_epochs",
-    "batch_size": "per_device_train_batch_size",
+    "batch_size": _BATCH,
 }
 _AUTO_VALUES: dict[str, Any] = {
     "num_train_epochs": [1, 2, 3],
-    "per_device_train_batch_size": [2, 4, 8],
+    _BATCH: [2, 4, 8],
     "r": [8, 16, 32, 64],
     "beta": [0.05, 0.1, 0.3],
 }
@@ -294,17 +229,87 @@ def _name_of(key: str) -> str:
     return _NAMES.get(key) or JOB_ALIASES.get(key) or TASK_ALIASES.get(key, key)
 
 
+_GENERATIONS, _DEFAULT_GENERATIONS = "num_generations", 8
+_DEFAULT_PROMPTS = 4
+"""Number of prompts in a step, if a request does not say."""
+
+_ONLY_AUTO = {
+    "eval_interval": "the time of evaluations is a share of a job's steps: use eval_steps",
+    "eval_samples": "each evaluation generates the most likely completion of every validation row",
+}
+"""Hyperparameters of OpenAI's reinforcement method that ALTO has no number for, and why."""
+
+
+def _of_reinforcement(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a job that learns from rewards, with ALTO's meaning of the batch size: OpenAI's
+    counts prompts, ALTO's counts completions.
+
+    Raises:
+        ApiError: A value has no equivalent here.
+    """
+    found = {key: value for key, value in hyperparameters.items() if value is not None}
+    for key, reason in _ONLY_AUTO.items():
+        if (value := found.pop(key, _AUTO)) != _AUTO:
+            raise refused(f"{key}: expected 'auto', found {quoted(value)}; {reason}", key)
+    if (effort := found.pop("reasoning_effort", "default")) != "default":
+        raise refused(
+            f"reasoning_effort: expected 'default', found {quoted(effort)}; give rows with chat_template_kwargs, if "
+            "the model's chat template has such an option",
+            "reasoning_effort",
+        )
+    multiplier = found.pop("compute_multiplier", _AUTO)
+    if multiplier != _AUTO:
+        if _GENERATIONS in found:
+            raise refused(
+                f"hyperparameters: expected compute_multiplier or {_GENERATIONS}, found both; remove one",
+                "hyperparameters",
+                "conflicting_keys",
+            )
+        is_number = isinstance(multiplier, int | float) and not isinstance(multiplier, bool)
+        if not (is_number and 0 < multiplier <= _LARGEST_COMPUTE):
+            raise refused(
+                f"compute_multiplier: expected 'auto' or a number above 0 and at most {_LARGEST_COMPUTE}, found "
+                f"{quoted(multiplier)}; correct it",
+                "compute_multiplier",
+            )
+        found[_GENERATIONS] = max(2, round(multiplier * _DEFAULT_GENERATIONS))
+    if "search_space" in found or any(_name_of(key) == _BATCH and key != "batch_size" for key in found):
+        return found
+    counts = found.get(_GENERATIONS, _DEFAULT_GENERATIONS)
+    counts = counts if isinstance(counts, list) else [counts]
+    if not all(isinstance(count, int) and count > 0 for count in counts):
+        return found  # the task's error says what is wrong
+    factor = math.lcm(*counts)
+    sizes = found.get("batch_size", _DEFAULT_PROMPTS)
+    sizes = _AUTO_VALUES[_BATCH] if sizes == _AUTO else sizes
+    if isinstance(sizes, list):
+        found["batch_size"] = [_times(size, factor) for size in sizes]
+    elif isinstance(sizes, Mapping):
+        found["batch_size"] = {
+            key: _times(sizes[key], factor) if key in ("min", "max") else sizes[key] for key in sizes
+        }
+    else:
+        found["batch_size"] = _times(sizes, factor)
+    return found
+
+
+def _times(size: Any, factor: int) -> Any:
+    return size * factor if isinstance(size, int | float) and not isinstance(size, bool) else size
+
+
 def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
-    """Return keys and values of a request's task, except its model and its rows.
+    """Return keys and values of a request's task, except its model, its rows and its rewards.
 
     Args:
-        method: ``supervised`` or ``dpo``.
+        method: Type of the method, one of :data:`METHODS`.
         seed: Seed of the request; None leaves the seeds to ALTO.
 
     Raises:
         ApiError: A key is not allowed or given twice, or a value is invalid.
     """
     check_module_names(hyperparameters)
+    if method == REINFORCEMENT:
+        hyperparameters = _of_reinforcement(hyperparameters)
     values: dict[str, Any] = {"method": METHODS[method]}
     space: dict[str, Any] = {}
     spellings: dict[str, str] = {}

@@ -7,8 +7,9 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel
 
+from alto.service.context import ServiceOf
 from alto.service.errors import ApiError, refused
-from alto.service.openai.translation import check_grader
+from alto.service.openai.graders import check_grader
 from alto.service.web.access import Reader
 from alto.service.web.bodies import BodyRoute
 
@@ -47,9 +48,9 @@ class _GraderRequest(BaseModel):
 
 
 @router.post("/alpha/graders/validate")
-def validate_grader(caller: Reader, body: _GraderRequest) -> dict[str, Any]:
-    """Check a grader for ``select_by`` of a job."""
-    check_grader(body.grader)
+def validate_grader(service: ServiceOf, caller: Reader, body: _GraderRequest) -> dict[str, Any]:
+    """Check a grader of a job."""
+    check_grader(body.grader, service.settings.graders)
     return {"grader": body.grader}
 
 
@@ -57,8 +58,8 @@ def validate_grader(caller: Reader, body: _GraderRequest) -> dict[str, Any]:
 def graders(caller: Reader, action: str) -> None:
     """Run a grader by itself; always refused."""
     raise refused(
-        "grader: expected a request to validate a grader, found a request to run one; give the grader as select_by in "
-        "the hyperparameters of a job",
+        "grader: expected a request to validate a grader, found a request to run one; give the grader to a job with "
+        "the method reinforcement, or as select_by in the hyperparameters of another job",
         "grader",
         "unsupported",
     )
