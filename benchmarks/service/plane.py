@@ -10,7 +10,7 @@ from pathlib import Path
 from alto.cluster import Cluster
 from alto.engine.control_plane import ControlPlane, opened_control_plane
 from alto.engine.queue_setup import QueueSetup
-from alto.service.context import control_folder
+from alto.service.context import control_folder, history_before
 from alto.service.coordinator.coordinator import OpenPlane
 
 __all__ = ["simulated_plane"]
@@ -28,11 +28,11 @@ class _Setup(QueueSetup):
             yield self.given
 
 
-def simulated_plane(root: Path, new_cluster: Callable[[], Cluster]) -> OpenPlane:
+def simulated_plane(root: Path, new_cluster: Callable[[], Cluster], *, strategy: str = "single") -> OpenPlane:
     """Open a control plane on a new simulated cluster; ``root`` is the service's data folder."""
 
     def opened(epoch: int) -> contextlib.AbstractContextManager[ControlPlane]:
-        setup = _Setup(strategy="single", cluster="simulated", total_gpus=None, quotas={}, given=new_cluster())
-        return opened_control_plane(setup, control_folder(root, epoch), method="lpt")
+        setup = _Setup(strategy=strategy, cluster="simulated", total_gpus=None, quotas={}, given=new_cluster())
+        return opened_control_plane(setup, control_folder(root, epoch), method="lpt", before=history_before(root))
 
     return opened

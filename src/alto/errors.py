@@ -28,7 +28,8 @@
     ├── NoResultError (RuntimeError)        a task ended without any usable adapter
     ├── TasksFailedError (RuntimeError)     some tasks of a queue were given up; the others have their results
     ├── DeviceBusyError (BlockingIOError)   another process uses the GPU
-    ├── ClusterLostError (ConnectionError)  the cluster on which tasks run can no longer be reached
+    ├── ClusterLostError (ConnectionError)  the cluster on which tasks run can no longer be reached, or used as before
+    ├── ClusterVersionError (RuntimeError)  nodes of a cluster have other versions of ALTO or its packages
     ├── RankConnectionError (ConnectionError)  a rank is connected to something that is not a rank of its executor
     ├── HubError (ConnectionError)          the Hugging Face hub refuses a request, or cannot be reached
     ├── UntrustedCodeError (PermissionError)  a task or queue needs code or a server that the caller has not allowed
@@ -54,6 +55,7 @@ __all__ = [
     "AltoError",
     "BadRowsError",
     "ClusterLostError",
+    "ClusterVersionError",
     "ConflictingKeysError",
     "DataError",
     "DataFileNotFoundError",
@@ -205,7 +207,12 @@ class DeviceBusyError(AltoError, BlockingIOError):
 
 
 class ClusterLostError(AltoError, ConnectionError):
-    """The cluster on which tasks run can no longer be reached; saved work can be resumed."""
+    """The cluster on which tasks run can no longer be reached, or used as before; saved work can be resumed."""
+
+
+class ClusterVersionError(AltoError, RuntimeError):
+    """Nodes of a cluster have other versions of ALTO, or of a package that tasks need, than the process that starts
+    tasks on them."""
 
 
 class RankConnectionError(AltoError, ConnectionError):

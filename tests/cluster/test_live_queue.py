@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from alto.scheduler.queue import Queue, QueueSettings
 SETTINGS = {"method": "lpt", "strategy": "single", "cluster": "local", "total_gpus": None, "quotas": {}}
 
 
-def refuse_wide(task: alto.Task) -> None:
+def refuse_wide(task: alto.Task, nodes: Sequence[Node]) -> None:
     if task.num_gpus > 2:
         raise UnsupportedError("too wide")
 

@@ -224,7 +224,7 @@ class ControlPlane(RuleBasedStateMachine):
         intake = QueueIntake(
             host="none:none",
             is_parallel=False,
-            check=lambda task: None,
+            check=lambda task, nodes: None,
             estimate=lambda task: TaskEstimate(duration_s=3.0),
             base_of=lambda task: "",
         )

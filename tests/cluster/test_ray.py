@@ -20,10 +20,11 @@ import ray
 from clusters import Started, is_alive, wait_for
 from ray_machine import RayMachine
 
+from alto import version
 from alto.cluster import AttemptEnded, GpuAdded, GpuLost, Outcome
 from alto.cluster import ray as of_ray
 from alto.cluster.ray import RayCluster
-from alto.errors import ClusterLostError, SpecError, UnsupportedError
+from alto.errors import ClusterLostError, ClusterVersionError, SpecError, UnsupportedError
 from alto.runs import read_events
 
 pytestmark = [
@@ -247,10 +248,78 @@ def test_closing_leaves_no_process_no_actor_and_no_group(start_cluster: Callable
     started.cluster.close()
 
 
-def test_more_gpus_than_the_cluster_has(ray_nodes: RayMachine) -> None:
-    with pytest.raises(SpecError, match=r"total_gpus: expected at most the \d+ CPUs"):
-        RayCluster("auto", total_gpus=1000)
+def test_a_cluster_that_has_fewer_gpus_than_may_be_used_grows(
+    start_cluster: Callable[..., Started], ray_nodes: RayMachine
+) -> None:
+    started = start_cluster("works", total_gpus=1000)
+    assert len(started.gpus()) == 4
+    node = ray_nodes.add_node(num_cpus=1)
+    try:
+        wait_for(lambda: len(started.gpus()) == 5, "a node", meanwhile=started.poll)
+    finally:
+        ray_nodes.kill_node(node)
+        wait_for(lambda: not ray_nodes.is_alive(node), "a node to be found dead")
+
+
+def test_gpus_that_join_a_cluster_of_cpus_are_decided_on_again(
+    start_cluster: Callable[..., Started], ray_nodes: RayMachine
+) -> None:
+    started = start_cluster("counts")
+    run_dir = started.start()
+    executor = started.until_event("waits")["pid"]
+    node = ray_nodes.add_node(num_cpus=0, num_gpus=1)
+    try:
+        with pytest.raises(ClusterLostError, match="found that nodes with GPUs have joined"):
+            wait_for(lambda: False, "a GPU", meanwhile=started.poll)
+        (run_dir / "go").touch()
+        wait_for(lambda: not is_alive(executor), "the end of an executor")
+        saved = [line["event"] for line in read_events(run_dir / "journal.jsonl")]
+        assert saved[-1] == "checkpoint"
+        again = start_cluster("works")
+        assert again.cluster.has_gpus
+        assert [found.name[-8:] for found in again.cluster.nodes] == [node.node_id[:8]]
+    finally:
+        ray_nodes.kill_node(node)
+        wait_for(lambda: not ray_nodes.is_alive(node), "a node to be found dead")
+
+
+def test_nodes_of_another_version_are_refused(ray_nodes: RayMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, other = version.__version__, "9.9.9"
+    monkeypatch.setattr(version, "__version__", other)
+    with pytest.raises(ClusterVersionError) as caught:
+        RayCluster("auto")
+    assert str(caught.value).count(f"expected alto-lora {other}, as in the process that starts tasks") == 2
+    assert f"found alto-lora {found}" in str(caught.value)
+    assert f"pip install 'alto-lora=={other}'" in str(caught.value)
     assert ray.is_initialized()
+
+
+def test_a_node_of_another_version_is_not_used_until_it_is_upgraded(
+    start_cluster: Callable[..., Started],
+    ray_nodes: RayMachine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(of_ray, "ASK_AGAIN_S", 1.0)
+    older = tmp_path / "older" / "torch-0.0.1.dist-info"
+    older.mkdir(parents=True)
+    (older / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n", encoding="utf-8")
+    started = start_cluster("works")
+    node = ray_nodes.add_node(num_cpus=1, python_path=older.parent)
+    try:
+        wait_for(lambda: caplog.records, "a warning", meanwhile=started.poll)
+        assert len(started.gpus()) == 4
+        (record,) = caplog.records
+        assert f"ClusterVersionError: node {socket.gethostname()}-{node.node_id[:8]}: expected torch" in record.message
+        assert "found torch 0.0.1; in the Python environment of Ray on this node: pip install" in record.message
+        (older / "METADATA").unlink()
+        older.rmdir()
+        wait_for(lambda: len(started.gpus()) == 5, "a node", meanwhile=started.poll)
+        assert [record] == caplog.records, "it is said once"
+    finally:
+        ray_nodes.kill_node(node)
+        wait_for(lambda: not ray_nodes.is_alive(node), "a node to be found dead")
 
 
 def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

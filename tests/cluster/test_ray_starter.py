@@ -23,7 +23,7 @@ from alto.cluster import (
     machine,
 )
 from alto.cluster.executor_process import Timeouts
-from alto.cluster.ray_nodes import RayNodes, slot_resource
+from alto.cluster.ray_nodes import RayNodes, slot_resource, version_problem
 from alto.cluster.ray_starter import Starter
 from alto.records import Gpu
 
@@ -176,6 +176,34 @@ def test_a_node_that_comes_takes_the_place_of_one_that_went() -> None:
     assert [node.name for node in nodes.nodes] == ["host-aaaaaaaa"]
     nodes.update([row("b", GPU=2)])
     assert [node.name for node in nodes.nodes] == ["host-bbbbbbbb"]
+
+
+def test_more_of_a_node_is_used_when_others_leave() -> None:
+    nodes = RayNodes("GPU", 3)
+    first, second = row("a", GPU=2), row("b", GPU=2)
+    nodes.update([first, second])
+    assert nodes.update([second]) == [
+        *(GpuLost(gpu=Gpu("host-aaaaaaaa", index)) for index in (0, 1)),
+        GpuAdded(gpu=Gpu("host-bbbbbbbb", 1)),
+    ]
+    assert [(node.name, node.gpus) for node in nodes.nodes] == [("host-bbbbbbbb", (0, 1))]
+
+
+def test_a_cluster_may_grow_to_the_maximum_that_is_asked_for() -> None:
+    nodes = RayNodes("GPU", 3)
+    first, second = row("a", GPU=1), row("b", GPU=4)
+    nodes.update([first])
+    assert nodes.update([first, second]) == [GpuAdded(gpu=Gpu("host-bbbbbbbb", index)) for index in (0, 1)]
+
+
+def test_nodes_with_other_versions_are_named_with_the_remedy() -> None:
+    expected = {"alto-lora": "0.2.0", "torch": "2.12.1+cpu"}
+    assert version_problem("n", expected, {"alto-lora": "0.2.0", "torch": "2.12.1+cu128"}) == ""
+    found = version_problem("n", expected, {"alto-lora": "0.1.0", "torch": None})
+    assert "node n: expected alto-lora 0.2.0 and torch 2.12.1+cpu" in found
+    assert "found alto-lora 0.1.0 and torch (not installed)" in found
+    assert found.endswith("pip install 'alto-lora==0.2.0' 'torch==2.12.1'")
+    assert "torch" not in version_problem("n", expected, {"alto-lora": None, "torch": "2.12.1"})
 
 
 def test_an_error_at_the_start_ends_the_attempt_with_the_reason(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

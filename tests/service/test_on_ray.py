@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ pytest.importorskip("ray", reason="needs the ray extra: pip install 'alto-lora[r
 from budgets import kills
 from deaths import HOLD, TRAIN, plan_deaths
 from journals import entries
-from ray_machine import RayMachine
+from ray_machine import RayHead, RayMachine
 from services import ROWS, wait_for
 
 from alto.early_exit import audit
@@ -57,26 +58,26 @@ main()
 class Server:
     """``alto serve`` on a Ray cluster; its address stays the same in all its lives."""
 
-    def __init__(self, data: Path, address: str) -> None:
+    def __init__(self, data: Path, cluster: str, **environment: str) -> None:
         port = free_port()
         self.url, self.data = f"http://127.0.0.1:{port}", data
-        self._command = [sys.executable, "-c", SERVER, "serve", "--cluster", "auto", "--data-dir", str(data)]
+        self._command = [sys.executable, "-c", SERVER, "serve", "--cluster", cluster, "--data-dir", str(data)]
         self._command += ["--port", str(port)]
         self._log = data.parent / "server.log"
-        self._environment = {**os.environ, "RAY_ADDRESS": address}
+        self._environment = {**os.environ, **environment}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
-        wait_for(self._answers, LIMIT_S)
+        wait_for(self.is_ready, LIMIT_S)
 
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
-    def _answers(self) -> bool:
+    def is_ready(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, self._log.read_text()
         with contextlib.suppress(httpx2.HTTPError):
@@ -97,8 +98,8 @@ class Tenant:
         self.http = httpx2.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"}, timeout=60)
         self._file = self.openai.files.create(file=("rows.jsonl", ROWS), purpose="fine-tune").id
 
-    def submit(self) -> SubmittedTask:
-        settings: Any = {"learning_rate": 1e-3, "r": 4, "batch_size": 4, "n_epochs": 3}
+    def submit(self, n_epochs: int = 3) -> SubmittedTask:
+        settings: Any = {"learning_rate": 1e-3, "r": 4, "batch_size": 4, "n_epochs": n_epochs}
         method: Any = {"type": "supervised", "supervised": {"hyperparameters": settings}}
         job = self.openai.fine_tuning.jobs.create(model="alto-tiny", training_file=self._file, seed=1, method=method)
         return SubmittedTask(tenant=self, id=job.id, run=RunDir(self.runs / job.id))
@@ -185,7 +186,7 @@ def machine() -> Iterator[RayMachine]:
 @pytest.fixture
 def server(machine: RayMachine, tmp_path: Path) -> Iterator[Server]:
     """A server on ``machine`` that has not started."""
-    server = Server(tmp_path / "data", machine.address)
+    server = Server(tmp_path / "data", "auto", RAY_ADDRESS=machine.address)
     yield server
     server.kill()
 
@@ -252,3 +253,42 @@ def test_tasks_outlive_their_nodes_and_the_server(machine: RayMachine, server: S
                 assert placement.start_s >= limited_ends_s, "the tenant had more than one slot"
                 limited_ends_s = placement.start_s + placement.duration_s
     assert starts[preferred.id] < starts[later.id]
+
+
+@pytest.fixture
+def head() -> Iterator[RayHead]:
+    """A head behind ``ray://`` that has not started."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        head = RayHead(Path(folder), [free_port() for _ in range(3)])
+        yield head
+        head.kill()
+
+
+@pytest.mark.parametrize("executors", [True, False], ids=["power-failure", "executors-live"])
+def test_a_job_outlives_the_head_of_the_cluster(head: RayHead, tmp_path: Path, *, executors: bool) -> None:
+    """The head is killed in the middle of a job, with its executor or without, and comes back after a while."""
+    plan_deaths(tmp_path, {"*": [(0, "update", HOLD, HALF_WAY)]})
+    server = Server(tmp_path / "data", head.address, **head.environment)
+    head.start()
+    try:
+        server.start()
+        tenant = Tenant(server, "tenant")
+        task = tenant.submit(n_epochs=1)
+        wait_for(lambda: task.attempt()[1], LIMIT_S)
+        head.kill(executors=executors)
+        wait_for(lambda: not server.is_ready(), LIMIT_S)
+        plan_deaths(tmp_path, {})
+        later = tenant.submit(n_epochs=1)
+        head.start()
+        wait_for(lambda: task.has_succeeded() and later.has_succeeded(), LIMIT_S)
+        assert server.is_ready()
+        losses = [each.check()["validation_loss"] for each in (task, later)]
+    finally:
+        server.kill()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    events = [event["event"] for event in read_events(task.run.journal_file)]
+    assert (events.count("task_started"), events.count("task_resumed")) == (1, 1), "it continued once"
+    evaluated = [
+        (event["job"], event["step"]) for event in read_events(task.run.journal_file) if event["event"] == "eval"
+    ]
+    assert len(set(evaluated)) == len(evaluated), "a step ran twice"

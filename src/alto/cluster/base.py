@@ -37,7 +37,12 @@ class TaskTicket(Demand):
 
     def demand(self, release_s: float) -> TaskDemand:
         """Return the scheduler's request for the task; ``release_s`` is on the queue's clock."""
-        return TaskDemand.of(self, release_s=release_s, sharing=self.sharing)
+        return TaskDemand.of(
+            self,
+            release_s=release_s,
+            sharing=self.sharing,
+            is_on_one_node=self.is_parallel and self.num_gpus > 1,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

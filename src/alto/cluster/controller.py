@@ -197,6 +197,11 @@ class Controller:
                 raise
             return self._dispatcher.status()
 
+    def check_connected(self) -> None:
+        """Raise the error that ended the controller, such as `ClusterLostError`; no-op if it runs."""
+        if self._error is not None:
+            raise self._error
+
     def events(self, since: int = 0, *, follow: bool = True) -> Iterator[JournalEntry]:
         """Yield the entries of the journal in order, each once; see :meth:`alto.engine.task_queue.TaskQueue.events`."""
         tail = JournalTail(self._journal.path)

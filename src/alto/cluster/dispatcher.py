@@ -81,6 +81,7 @@ class TaskStatus(Demand):
         fraction_done: Fraction of its expected training samples that it has trained, in [0, 1], as last reported.
         num_failures: Number of attempts in a row that ended with a failure that counts.
         ended: End of its latest attempt; None if none has ended.
+        waits_for: The GPUs missing before it can be planned; empty if none are missing.
     """
 
     state: TaskState
@@ -90,6 +91,7 @@ class TaskStatus(Demand):
     num_failures: int
     reason: str
     ended: AttemptEnded | None
+    waits_for: str = ""
 
     @property
     def has_ended(self) -> bool:
@@ -103,10 +105,12 @@ class ControllerStatus:
 
     Attributes:
         tasks: All submitted tasks by name, in order of submission.
+        declared_nodes: The largest machines that the cluster has had; a task that does not fit on them is refused.
     """
 
     nodes: tuple[Node, ...]
     tasks: Mapping[str, TaskStatus]
+    declared_nodes: tuple[Node, ...] = ()
 
     @property
     def open_tasks(self) -> tuple[str, ...]:
@@ -246,6 +250,7 @@ class Dispatcher:
         return ControllerStatus(
             nodes=tuple(self._cluster.nodes),
             tasks=MappingProxyType({name: self._status_of(task) for name, task in self._queue.tasks.items()}),
+            declared_nodes=self._queue.declared_nodes,
         )
 
     def turn(self, most_s: float) -> None:
@@ -458,6 +463,7 @@ class Dispatcher:
             num_failures=task.num_failures,
             reason=task.reason,
             ended=ended,
+            waits_for=task.waits_for if state is TaskState.WAITING else "",
         )
 
     def _now_s(self) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from alto.cluster.base import TaskTicket
 from alto.cluster.controller import Controller, interruption
 from alto.errors import AltoError, QueueCommandError, RunBusyError, RunWriteError, UntrustedCodeError
-from alto.records import TaskEstimate
+from alto.records import Node, TaskEstimate
 from alto.runs import (
     CommandAnswer,
     Journal,
@@ -35,6 +35,7 @@ class QueueIntake:
     Attributes:
         host: See :class:`alto.cluster.TaskTicket`.
         is_parallel: See :class:`alto.cluster.TaskTicket`.
+        check: Raises an error if a task can never be placed on the given nodes.
         base_of: Returns the key of a task's base model; see :class:`alto.cluster.TaskTicket`.
         trusted: Tasks of the queue that may run the Python code of their base models.
         trust_remote_code: Whether tasks that other processes submit may do so too.
@@ -42,7 +43,7 @@ class QueueIntake:
 
     host: str
     is_parallel: bool
-    check: Callable[[Task], None]
+    check: Callable[[Task, Sequence[Node]], None]
     estimate: Callable[[Task], TaskEstimate]
     base_of: Callable[[Task], str]
     trusted: Collection[str] = ()
@@ -204,7 +205,7 @@ class LiveQueue:
                 "this queue no longer accepts tasks: it was asked to stop after its last task "
                 "(alto drain --when-done); start a new queue"
             )
-        self._intake.check(task)
+        self._intake.check(task, self._controller.status().declared_nodes)
         name = unique_name(task.name, {entry.task for entry in content[0]})
         entry = QueueEntry.new(name, task, estimate, command=command, base=self._intake.base_of(task))
         ticket = self._ticket(entry, trust_remote_code=trust_remote_code)

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import signal
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,16 +18,17 @@ from typing import Any
 from alto.base import first_line
 from alto.cluster.base import AttemptEnded, ClusterEvent, Ending, GpuAdded, GpuLost, Launch, Outcome, check_launch
 from alto.cluster.executor_process import Timeouts
-from alto.cluster.ray_nodes import RayNodes, slot_resource
+from alto.cluster.ray_nodes import RayNodes, Table, has_slots, is_head, name_of, slot_resource, version_problem
 from alto.cluster.ray_starter import Starter
-from alto.errors import ClusterLostError, SpecError, UnsupportedError
+from alto.errors import ClusterLostError, ClusterVersionError, SpecError, UnsupportedError
 from alto.records import Node
+from alto.version import version_of
 
 try:
     import ray
     from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RaySystemError, RpcError
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 except ImportError:
     raise UnsupportedError('a Ray cluster needs the package ray, found none; pip install "alto-lora[ray]"') from None
 
@@ -49,6 +51,17 @@ CLOSE_TIMEOUT_S = 30.0
 
 IDLE_TIMEOUT_S = 60.0
 """Time for which an actor without a task is kept, for a task that needs the base model in its process."""
+
+PACKAGES = ("alto-lora", "torch")
+"""Packages that need the same version on all nodes as here. Ray compares its own version and that of Python."""
+
+VERSIONS_TIMEOUT_S = 60.0
+"""Time for a node to tell its versions; Ray may have to start a process for it."""
+
+ASK_AGAIN_S = 60.0
+"""Time after which a node with other versions is asked again, because it may have been upgraded."""
+
+_LOG = logging.getLogger("alto.cluster")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -77,12 +90,101 @@ class _Actor:
     died_because: str = ""
 
 
+class _Versions:
+    """Asks every node for its versions before it is used. Nodes with other versions are reported and not used.
+
+    Args:
+        asks_head: Whether tasks pass through a process of the head, which then needs ALTO too.
+
+    Attributes:
+        refused: Why nodes are not used, by Ray's id.
+    """
+
+    def __init__(self, *, asks_head: bool) -> None:
+        self._asks_head = asks_head
+        self._expected = {package: version_of(package) for package in PACKAGES}
+        self._right: set[str] = set()
+        self._asked: dict[str, tuple[Any, float]] = {}
+        self._ask_again_at: dict[str, float] = {}
+        self.refused: dict[str, str] = {}
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether nodes still have to answer."""
+        return bool(self._asked)
+
+    def admitted(self, table: Table) -> Table:
+        """Return the nodes that have the right versions; ask new ones and read their answers, without waiting."""
+        alive = {row["NodeID"]: row for row in table if row["Alive"]}
+        for known in (self._asked, self._ask_again_at, self.refused):
+            for ray_id in known.keys() - alive.keys():
+                del known[ray_id]
+        for ray_id, row in alive.items():
+            if has_slots(row) or (self._asks_head and is_head(row)):
+                self._check(ray_id, name_of(row))
+        return [row for ray_id, row in alive.items() if ray_id in self._right]
+
+    def _check(self, ray_id: str, name: str) -> None:
+        if ray_id in self._right or time.monotonic() < self._ask_again_at.get(ray_id, 0.0):
+            return
+        if ray_id not in self._asked:
+            self._asked[ray_id] = _ask_versions(ray_id, PACKAGES), time.monotonic() + VERSIONS_TIMEOUT_S
+        answer, until = self._asked[ray_id]
+        if ray.wait([answer], timeout=0)[0]:
+            try:
+                problem = version_problem(name, self._expected, ray.get(answer))
+            except (RaySystemError, RpcError):
+                raise
+            except RayError as error:
+                problem = f"node {name}: expected its versions, found an error ({first_line(error)})"
+        elif time.monotonic() > until:
+            problem = f"node {name}: expected its versions within {VERSIONS_TIMEOUT_S:.0f} s, found no answer"
+        else:
+            return
+        del self._asked[ray_id]
+        if not problem:
+            self._right.add(ray_id)
+            self.refused.pop(ray_id, None)
+            return
+        if self.refused.get(ray_id) != problem:
+            _LOG.warning("ClusterVersionError: %s; until then it is not used", problem)
+        self.refused[ray_id] = problem
+        self._ask_again_at[ray_id] = time.monotonic() + ASK_AGAIN_S
+
+
+def _ask_versions(ray_id: str, packages: Sequence[str]) -> Any:
+    """Ask a node for the versions of packages; None stands for one that is not installed. Return Ray's reference."""
+
+    # A function in a function: Ray sends its code, so that it also runs where ALTO is missing.
+    def versions(packages: Sequence[str]) -> dict[str, str | None]:
+        from importlib import metadata
+
+        found: dict[str, str | None] = {}
+        for package in packages:
+            try:
+                found[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                found[package] = None
+        try:
+            from alto.version import __version__
+
+            found["alto-lora"] = __version__
+        except Exception as error:
+            found["alto-lora"] = None if found["alto-lora"] is None else f"that cannot be imported ({error!r:.200})"
+        return found
+
+    strategy = NodeAffinitySchedulingStrategy(ray_id, soft=False)
+    remote = ray.remote(versions).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    return remote.remote(packages)
+
+
 class RayCluster:
     """Runs executors on the nodes of an existing Ray cluster, and leaves the cluster running.
 
     If no node has a GPU, CPU slots are used instead: a slot is one CPU of Ray. The GPU numbers here only count slots;
     Ray decides which GPUs an executor gets when it sets ``CUDA_VISIBLE_DEVICES``. An executor runs on the first node of
     its launch; GPUs on other nodes are reserved with it, but an executor of several ranks must not have any.
+    If nodes with GPUs join while CPU slots are used, `poll` raises `ClusterLostError`; a new one uses the GPUs.
     Every node needs the same version of ALTO and must see the folders of runs at the same path.
 
     If an actor dies but its node is alive, its executor saves and exits without being asked; until then the lock of the
@@ -91,13 +193,15 @@ class RayCluster:
     Args:
         address: ``ray://HOST:PORT``; or ``auto`` for the cluster that this process is connected to, that
             ``RAY_ADDRESS`` names, or that this machine belongs to.
-        total_gpus: Maximum number of GPUs to use; None for all.
+        total_gpus: Maximum number of GPUs to use; None for all. There may be fewer, now or later.
         heartbeat_timeout_s, start_timeout_s, drain_timeout_s: See `LocalCluster`; an actor that is silent for
             ``heartbeat_timeout_s`` also counts as hung.
         placement_timeout_s: Longest time for Ray to give a launch its GPUs (others may hold them) and an actor.
 
     Raises:
-        SpecError: There is no Ray cluster at that address, or it has fewer GPUs.
+        SpecError: There is no Ray cluster at that address, or it has no slots.
+        ClusterVersionError: Its nodes have other versions of ALTO or torch. If only some of them have, these are
+            reported as warnings and not used, until they have the right versions.
         UnsupportedError: Ray is not installed, or too old.
     """
 
@@ -116,21 +220,39 @@ class RayCluster:
         self._placement_timeout_s = placement_timeout_s
         self._actors: list[_Actor] = []
         self._is_ours = _connect(address)
-        self._head = _head()
-        self._head_seen_at = time.monotonic()
         self._is_lost = False
-        table = ray.nodes()
+        try:
+            with self._connected():
+                self._head = _head()
+                self._head_seen_at = time.monotonic()
+                self._versions = _Versions(asks_head=self._head is None)
+                table = self._first_nodes()
+        except BaseException:
+            self.close()
+            raise
         self._resource = slot_resource(table)
         self._nodes = RayNodes(self._resource, total_gpus)
         self._nodes.update(table)
         self._counted_at = time.monotonic()
-        if total_gpus is not None and self._nodes.num_gpus < total_gpus:
-            found = self._nodes.num_gpus
-            self.close()
+
+    def _first_nodes(self) -> Table:
+        """Return the nodes that can be used; wait until all have told their versions."""
+        while True:
+            table = ray.nodes()
+            admitted = self._versions.admitted(table)
+            if not self._versions.is_asking:
+                break
+            time.sleep(0.1)
+        refused = self._versions.refused
+        heads = [row["NodeID"] for row in table if self._head is None and is_head(row)]
+        if not any(map(has_slots, admitted)) or not refused.keys().isdisjoint(heads):
+            if refused:
+                raise ClusterVersionError("; ".join(refused.values()))
             raise SpecError(
-                f"total_gpus: expected at most the {found} {self._resource}s of the Ray cluster, found {total_gpus}; "
-                "ask for fewer, or add nodes with: ray start --address=..."
+                f"cluster: expected a Ray cluster with a GPU or a CPU, found none on its {len(table)} nodes; add nodes "
+                "with: ray start --address=..."
             )
+        return admitted
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -268,6 +390,8 @@ class RayCluster:
             if not _is_initialized():  # otherwise Ray would start its own cluster here
                 raise ConnectionError("this process was disconnected")
             yield
+        except ClusterLostError:
+            raise
         except (ConnectionError, RaySystemError, RpcError) as error:
             self._is_lost = True
             raise ClusterLostError(
@@ -367,9 +491,22 @@ class RayCluster:
     def _count_nodes(self) -> list[GpuLost | GpuAdded]:
         if time.monotonic() < self._counted_at + TICK_S or not self._is_head_there():
             return []
-        changes = self._nodes.update(ray.nodes())
+        table = self._versions.admitted(ray.nodes())
+        self._check_resource(table)
+        changes = self._nodes.update(table)
         self._counted_at = time.monotonic()
         return changes
+
+    def _check_resource(self, table: Table) -> None:
+        """End everything if GPUs have joined a cluster whose CPU slots are used: what to use must be decided again."""
+        if self.has_gpus or slot_resource(table) != "GPU":
+            return
+        for actor in list(self._actors):
+            self._release(actor)  # executors that lose their actor save and end
+        raise ClusterLostError(
+            "expected a Ray cluster without GPUs, as when ALTO connected, found that nodes with GPUs have joined; "
+            "executors on CPU slots save their work and end. Continue on the GPUs with: alto resume runs/queue-<id>"
+        )
 
     def _end_stranded(self) -> Iterator[AttemptEnded]:
         """Report the end of executors that had a GPU on a node that is gone."""
@@ -409,8 +546,9 @@ def _connect(address: str) -> bool:
             "RAY_AUTH_MODE=token"
         ) from error
     finally:
-        # Ray's handler would end this process at once, but running executors must be drained.
-        if signal.getsignal(signal.SIGTERM) is not before:
+        # Ray's handler would end this process at once, but running executors must be drained. Ray sets it only in the
+        # main thread; in another one, a change is not Ray's.
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is not before:
             signal.signal(signal.SIGTERM, before)
     return True
 

@@ -50,32 +50,65 @@ class RayNodes:
         return self._num_slots[name]
 
     def update(self, table: Table) -> list[GpuLost | GpuAdded]:
-        """Update the nodes from Ray's node table; return the changes, losses first."""
+        """Update the nodes from Ray's node table; return the changes, losses first. If a node has slots beyond
+        ``total_gpus``, they are used when others leave."""
         slots = {row["NodeID"]: _num_slots(row, self._resource) for row in table}
         gone = [ray_id for ray_id in self._nodes if not slots.get(ray_id)]
         lost = [gpu for ray_id in gone for gpu in _gpus(self._nodes.pop(ray_id))]
         came: list[Gpu] = []
         for row in table:
-            if row["NodeID"] in self._nodes:
-                continue
+            before = self._nodes.get(row["NodeID"], Node(name=name_of(row), gpus=()))
             num_slots = slots[row["NodeID"]]
             if self._total_gpus is not None:
-                num_slots = min(num_slots, self._total_gpus - self.num_gpus)
-            if num_slots:
-                node = Node(name=_name(row), gpus=tuple(range(num_slots)))
+                num_slots = min(num_slots, len(before.gpus) + self._total_gpus - self.num_gpus)
+            if num_slots > len(before.gpus):
+                node = Node(name=before.name, gpus=tuple(range(num_slots)))
                 self._nodes[row["NodeID"]] = node
                 self._num_slots[node.name] = slots[row["NodeID"]]
-                came += _gpus(node)
+                came += _gpus(node)[len(before.gpus) :]
         return [*(GpuLost(gpu=gpu) for gpu in lost), *(GpuAdded(gpu=gpu) for gpu in came)]
+
+
+def has_slots(row: Mapping[str, Any]) -> bool:
+    """Return whether a node can run tasks, on GPUs or CPU slots."""
+    return bool(_num_slots(row, "GPU") or _num_slots(row, "CPU"))
+
+
+def is_head(row: Mapping[str, Any]) -> bool:
+    """Return whether a living node is the head of the cluster."""
+    return bool(row["Alive"]) and "node:__internal_head__" in row["Resources"]
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """Return the name of a node. Several nodes may share a host, and Ray gives a node that comes back a new id."""
+    return f"{row['NodeManagerHostname']}-{row['NodeID'][:8]}"
+
+
+def version_problem(node: str, expected: Mapping[str, str | None], found: Mapping[str, str | None]) -> str:
+    """Return why a node cannot be used; empty if its packages have the expected versions.
+
+    Labels of local builds (``+cpu``, ``+cu128``) may differ, because a server without GPUs may lead nodes with GPUs.
+    """
+    wrong = [package for package in expected if _public(expected[package]) != _public(found.get(package))]
+    if not wrong:
+        return ""
+    expects, finds = (
+        " and ".join(f"{package} {versions.get(package) or '(not installed)'}" for package in wrong)
+        for versions in (expected, found)
+    )
+    pins = " ".join(f"'{package}=={_public(expected[package])}'" for package in wrong)
+    return (
+        f"node {node}: expected {expects}, as in the process that starts tasks, found {finds}; in the Python "
+        f"environment of Ray on this node: pip install {pins}"
+    )
+
+
+def _public(version: str | None) -> str | None:
+    return version and version.partition("+")[0]
 
 
 def _num_slots(row: Mapping[str, Any], resource: str) -> int:
     return int(row["Resources"].get(resource, 0)) if row["Alive"] else 0
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    # Several nodes may share a host, and Ray gives a node that comes back a new id.
-    return f"{row['NodeManagerHostname']}-{row['NodeID'][:8]}"
 
 
 def _gpus(node: Node) -> list[Gpu]:

@@ -12,8 +12,9 @@ from alto.cluster import Cluster, Controller, TaskStatus, TaskTicket, running_co
 from alto.engine.estimates import UNKNOWN_DURATION_S, base_key
 from alto.engine.queue_setup import QueueSetup, journal_begin, replanning
 from alto.engine.work import TRAIN
-from alto.records import TaskEstimate
-from alto.runs import Journal, RunDir
+from alto.errors import ClusterLostError
+from alto.records import Node, TaskEstimate
+from alto.runs import Journal, QueueHistory, RunDir
 from alto.scheduler.queue import QueueSettings, TaskState
 from alto.spec import Task
 
@@ -29,12 +30,14 @@ class SubmittedRun:
     Attributes:
         outcome: ``finished``, ``failed`` or ``stopped``; None while the run has not ended.
         is_new: Whether it waits and no executor has started it yet.
+        is_too_large: Whether it waits for GPUs that the cluster does not have now.
         error: Class of the error that ended its latest attempt; empty if there was none, or it is unknown.
     """
 
     outcome: Literal["finished", "failed", "stopped"] | None
     is_running: bool
     is_new: bool
+    is_too_large: bool
     reason: str
     error: str
 
@@ -53,12 +56,22 @@ class ControlPlane:
         self._quotas = quotas
 
     def check(self, task: Task) -> None:
-        """Check that the cluster is able to train ``task``.
+        """Check that ``task`` fits on the machines that the cluster has or has had; some may be away now.
 
         Raises:
-            SpecError: The task asks for more GPUs than there are.
+            SpecError, UnsupportedError: The task asks for more GPUs.
         """
-        self._setup.check({task.name: task}, self._cluster)
+        declared = self._controller.status().declared_nodes
+        self._setup.check({task.name: task}, declared, has_gpus=self.has_gpus)
+
+    def check_connected(self) -> None:
+        """Raise the error that ended the control plane, such as `ClusterLostError`; no-op if it works."""
+        self._controller.check_connected()
+
+    @property
+    def has_gpus(self) -> bool:
+        """False if CPU slots take the place of GPUs."""
+        return self._cluster.has_gpus
 
     def estimate(self, task: Task) -> TaskEstimate | None:
         """Return the cached estimate of ``task`` on this cluster; None if there is none."""
@@ -129,6 +142,11 @@ class ControlPlane:
         """Return the current state of all runs, by name."""
         return {name: _state_of(task) for name, task in self._controller.status().tasks.items()}
 
+    def capacity(self) -> tuple[int, int]:
+        """Return how many GPUs there are now, and how many of them one task can have."""
+        sizes = [len(node.gpus) for node in self._controller.status().nodes]
+        return sum(sizes), max(sizes, default=0) if self._setup.is_parallel else sum(sizes)
+
     def num_gpus(self) -> tuple[int, int]:
         """Return how many GPUs (or CPU slots) executors use, and how many there are."""
         status = self._controller.status()
@@ -141,25 +159,52 @@ class ControlPlane:
 
 
 @contextlib.contextmanager
-def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat") -> Iterator[ControlPlane]:
+def opened_control_plane(
+    setup: QueueSetup,
+    root: Path,
+    *,
+    method: str = "cp-sat",
+    before: QueueHistory | None = None,
+    needs_gpus: bool = False,
+) -> Iterator[ControlPlane]:
     """Yield a control plane; leaving the block kills executors that still run; their runs can be resumed.
+
+    Args:
+        root: Folder of its journal.
+        before: History of the control plane before this one. Tasks that fitted on its machines are accepted too,
+            because these machines may come back; but not on ``local``, which has only the present machine.
+        needs_gpus: Whether CPU slots must not take the place of GPUs.
 
     Raises:
         RunBusyError: Another process uses the folder.
-        AltoError: The cluster cannot be opened.
+        AltoError: The cluster cannot be opened, or lacks GPUs that are needed.
     """
     root.mkdir(parents=True, exist_ok=True)
     folder, quotas = RunDir(root), dict(setup.quotas)
     with (
         folder.locked(),
-        setup.opened() as cluster,
+        _opened(setup, needs_gpus=needs_gpus) as cluster,
         replanning(method) as solve,
         Journal(folder.journal_file, check=folder.check_lock) as journal,
     ):
-        journal_begin(journal, cluster, method)
-        settings = QueueSettings(quotas=quotas, max_planned=MAX_PLANNED)
+        declared: tuple[Node, ...] = ()
+        if before is not None and setup.cluster != "local" and before.has_gpus == cluster.has_gpus:
+            declared = before.declared_nodes
+        journal_begin(journal, cluster, method, declared=declared)
+        settings = QueueSettings(quotas=quotas, max_planned=MAX_PLANNED, declared=declared)
         with running_controller(cluster, journal, settings, solve) as controller:
             yield ControlPlane(setup, cluster, controller, quotas)
+
+
+@contextlib.contextmanager
+def _opened(setup: QueueSetup, *, needs_gpus: bool) -> Iterator[Cluster]:
+    with setup.opened() as cluster:
+        if needs_gpus and not cluster.has_gpus:
+            raise ClusterLostError(
+                "expected GPUs, which the cluster had before, found only CPU slots; start the machines with GPUs, or "
+                "restart the service if it shall use CPU slots from now on"
+            )
+        yield cluster
 
 
 def _state_of(task: TaskStatus) -> SubmittedRun:
@@ -172,6 +217,7 @@ def _state_of(task: TaskStatus) -> SubmittedRun:
         outcome=outcomes.get(task.state),
         is_running=task.state in (TaskState.STARTING, TaskState.RUNNING),
         is_new=task.state is TaskState.WAITING and task.attempt == 0,
+        is_too_large=bool(task.waits_for),
         reason=task.reason,
         error="" if task.ended is None else task.ended.error,
     )

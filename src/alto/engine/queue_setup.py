@@ -84,13 +84,16 @@ class QueueSetup:
         with contextlib.closing(open_cluster(self.cluster, total_gpus=self.total_gpus)) as cluster:
             yield cluster
 
-    def check(self, tasks: Mapping[str, Task], cluster: Cluster) -> None:
+    def check(self, tasks: Mapping[str, Task], nodes: Sequence[Node], *, has_gpus: bool) -> None:
         """Check that every task can be placed, before anything is measured or written; ``tasks`` by name in the
-        queue."""
-        self.problem(tasks, [TaskEstimate(duration_s=1.0)] * len(tasks), cluster.nodes)
-        most = max(len(node.gpus) for node in cluster.nodes)
+        queue.
+
+        Args:
+            has_gpus: False if CPU slots take the place of GPUs.
+        """
+        self.problem(tasks, [TaskEstimate(duration_s=1.0)] * len(tasks), nodes)
         for task in tasks.values():
-            check_num_gpus(task, self.strategy, most=most, has_gpus=cluster.has_gpus)
+            check_num_gpus(task, self.strategy, most=max(len(node.gpus) for node in nodes), has_gpus=has_gpus)
 
     def problem(
         self, tasks: Mapping[str, Task], estimates: Sequence[TaskEstimate], nodes: Sequence[Node]
@@ -188,11 +191,13 @@ def journal_begin(
     method: str,
     entries: Sequence[QueueEntry] = (),
     done: Collection[str] = (),
+    declared: tuple[Node, ...] = (),
 ) -> None:
     """Write the event that starts or resumes a queue. Results may exist even if the journal was lost.
 
     Args:
         done: Names of the tasks that have a result.
+        declared: The largest machines that the cluster had before.
     """
     notes = []
     if journal.num_lines_cut > 1:  # a single line was cut off while it was written
@@ -200,19 +205,28 @@ def journal_begin(
             f"The journal of the queue was damaged: its last {journal.num_lines_cut} lines were damaged and "
             "were removed. Tasks that have their results keep them; the others resume from their own checkpoints."
         )
+    devices = "gpus" if cluster.has_gpus else "cpu slots"
     if not journal.past:
         journal.append(
             QueueStarted(
                 method=method,
-                devices="gpus" if cluster.has_gpus else "cpu slots",
+                devices=devices,
                 nodes=tuple(cluster.nodes),
                 tasks=tuple(QueuedTask.of(entry, is_unmeasured=entry.is_unmeasured) for entry in entries),
+                declared=declared,
             )
         )
     if journal.past or done or notes:
-        nodes = tuple(cluster.nodes)
-        is_same = not journal.past or set(QueueHistory.of(journal.past).nodes) == set(nodes)
-        journal.append(QueueResumed(done=tuple(sorted(done)), notes=tuple(notes), nodes=() if is_same else nodes))
+        nodes, before = tuple(cluster.nodes), QueueHistory.of(journal.past)
+        is_same = not journal.past or (set(before.nodes) == set(nodes) and before.has_gpus == cluster.has_gpus)
+        journal.append(
+            QueueResumed(
+                done=tuple(sorted(done)),
+                notes=tuple(notes),
+                nodes=() if is_same else nodes,
+                devices="" if not journal.past or before.has_gpus == cluster.has_gpus else devices,
+            )
+        )
 
 
 def check_method(method: str) -> None:

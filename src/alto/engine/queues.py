@@ -69,7 +69,7 @@ class QueueRunner:
         tasks = [checked_task(task) for task in tasks]
         by_name, setup = tasks_by_name(tasks), self._setup.sized_for(tasks)
         with setup.opened() as cluster:
-            setup.check(by_name, cluster)
+            setup.check(by_name, cluster.nodes, has_gpus=cluster.has_gpus)
             estimates = self._estimates(tasks, setup, cluster, self._show_only, refresh=refresh)
             return first_schedule(setup.problem(by_name, estimates, cluster.nodes), method)
 
@@ -217,7 +217,7 @@ class QueueRunner:
                 f"schedule: expected a placement for each of the {len(tasks)} tasks, found {len(placements)} "
                 "for different tasks; make it with engine.schedule(tasks)"
             )
-        setup.check(tasks, cluster)
+        setup.check(tasks, cluster.nodes, has_gpus=cluster.has_gpus)
         entries = [_entry(name, task, placements.get(name), setup, cluster) for name, task in tasks.items()]
         queue_dir = QueueDir.create(
             output_dir, entries, [portable(task) for task in tasks.values()], setup.settings(method)
@@ -324,7 +324,7 @@ def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], tr
     return QueueIntake(
         host=TRAIN,
         is_parallel=setup.is_parallel,
-        check=lambda task: setup.check({task.name: task}, cluster),
+        check=lambda task, nodes: setup.check({task.name: task}, nodes, has_gpus=cluster.has_gpus),
         estimate=lambda task: setup.known_estimate(task, cluster) or TaskEstimate(duration_s=UNKNOWN_DURATION_S),
         base_of=base_key,
         trusted=trusted,

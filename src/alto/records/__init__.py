@@ -69,6 +69,7 @@ from alto.records.scheduling import (
     Sharing,
     SimulationOutcome,
     TaskEstimate,
+    nodes_covering,
 )
 
 __all__ = [
@@ -127,4 +128,5 @@ __all__ = [
     "Throughput",
     "ThroughputPoint",
     "exit_reason",
+    "nodes_covering",
 ]

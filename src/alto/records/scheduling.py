@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from typing import Any, Literal, Self
 
 MIN_DURATION_S, MAX_DURATION_S = 1e-6, 1e12
@@ -28,6 +30,15 @@ class Node:
 
     name: str
     gpus: tuple[int, ...]
+
+
+def nodes_covering(*clusters: Iterable[Node]) -> tuple[Node, ...]:
+    """Return the smallest set of nodes that has room for each of ``clusters``: its largest node is as large as the
+    largest of any cluster, its second largest as the second largest of any, and so on. Its nodes have numbers as names.
+    """
+    sizes = [sorted((len(node.gpus) for node in nodes), reverse=True) for nodes in clusters]
+    largest = (max(found) for found in zip_longest(*sizes, fillvalue=0))
+    return tuple(Node(name=str(number), gpus=tuple(range(size))) for number, size in enumerate(largest, 1) if size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import RunError
-from alto.records import Demand, Gpu, Node, Placement
+from alto.records import Demand, Gpu, Node, Placement, nodes_covering
 from alto.runs import events
 from alto.runs.events import Event, JournalEntry, MeasuringBegun, TaskMeasured, TaskRelayed, TaskResumed, TaskStarted
 from alto.runs.history import RunHistory, history_before, read_history
@@ -114,6 +114,7 @@ class QueueHistory(JournalFold):
         tasks: Every task by its name in the queue, in the order given.
         is_completed: Whether every task has its result or was given up.
         measuring_s: Seconds in which tasks were measured before the first schedule; part of ``duration_s``.
+        declared_nodes: The largest machines that the cluster has had; see `nodes_covering`.
     """
 
     def __init__(self) -> None:
@@ -124,6 +125,8 @@ class QueueHistory(JournalFold):
         self.notices: list[str] = []
         self.is_completed = False
         self.measuring_s = 0.0
+        self.declared_nodes: tuple[Node, ...] = ()
+        self._devices = ""
         self._measuring_since: float | None = None
         self._done: set[str] = set()
         self._present_since: dict[Gpu, float] = {}
@@ -145,7 +148,7 @@ class QueueHistory(JournalFold):
     @property
     def has_gpus(self) -> bool:
         """Whether there are real GPUs; False if CPU slots are used in their place."""
-        return self.started is not None and self.started.devices == "gpus"
+        return self._devices == "gpus"
 
     def status(self, *, is_live: bool) -> RunStatus:
         """Return the status of the queue; ``is_live``: whether a process works on it."""
@@ -198,6 +201,7 @@ class QueueHistory(JournalFold):
         match event:
             case events.QueueStarted():
                 self.started = event
+                self._devices, self.declared_nodes = event.devices, event.declared
                 self._set_nodes(event.nodes, time)
                 for entry in event.tasks:
                     self._add(entry)
@@ -231,6 +235,7 @@ class QueueHistory(JournalFold):
                 task.state = TaskStage.FINISHED if event.outcome == "finished" else _unfinished(task)
             case events.GpuAdded(node=node, index=index):
                 self._present_since.setdefault(Gpu(node, index), time)
+                self.declared_nodes = nodes_covering(self.declared_nodes, self.nodes)
             case events.GpuLost(node=node, index=index):
                 self._remove(Gpu(node, index), time)
             case events.TaskGivenUp():
@@ -252,6 +257,8 @@ class QueueHistory(JournalFold):
             task.measuring = None
         self._note_interruption(time, is_rest=self.is_completed)
         self.is_completed = False
+        if event.devices:
+            self._devices, self.declared_nodes = event.devices, ()
         if event.nodes:
             self._set_nodes(event.nodes, time)
         self.notices += event.notes
@@ -271,6 +278,7 @@ class QueueHistory(JournalFold):
         for node in nodes:
             for index in node.gpus:
                 self._present_since.setdefault(Gpu(node.name, index), time)
+        self.declared_nodes = nodes_covering(self.declared_nodes, self.nodes)
 
     def _remove(self, gpu: Gpu, time: float) -> None:
         since = self._present_since.pop(gpu, None)

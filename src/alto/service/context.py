@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -15,8 +16,9 @@ from typing import Annotated, Generic, TypeAlias, TypeVar
 from fastapi import Depends, Request
 
 from alto.engine.start import preview_data, with_model_notes
+from alto.errors import RunError
 from alto.records import DataPreview
-from alto.runs import RunDir, RunHistory, read_history
+from alto.runs import QueueHistory, RunDir, RunHistory, read_history
 from alto.service.access import RateLimiter
 from alto.service.errors import ApiError
 from alto.service.files import Artefacts
@@ -25,6 +27,8 @@ from alto.service.store import Store
 from alto.service.store.store import Refusals
 from alto.service.store.tables import JobRow, Tenant
 from alto.spec import DataKeys, Task
+
+_LOG = logging.getLogger("alto.service.context")
 
 _MOST_HISTORIES = 64
 _MOST_FIGURES = 10_000
@@ -177,6 +181,18 @@ def newest_journal(root: Path) -> Path | None:
     """Return the journal of the latest leader; None if there was no leader yet."""
     found = sorted((root / _CONTROL).glob("*/journal.jsonl"))
     return found[-1] if found else None
+
+
+def history_before(root: Path) -> QueueHistory:
+    """Return the history of the latest leader's control plane; empty if there was none, or its journal is damaged."""
+    journal = newest_journal(root)
+    if journal is None:
+        return QueueHistory()
+    try:
+        return QueueHistory.read(journal)
+    except RunError as error:
+        _LOG.warning("the machines that the cluster had before are not known: %s", error)
+        return QueueHistory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from alto.service.api import cluster, drafts, health, streams, tasks
 from alto.service.api import models as own_models
 from alto.service.api.models import ModelExports
 from alto.service.api.streams import Followers
-from alto.service.context import Service, control_folder
+from alto.service.context import Service, control_folder, history_before
 from alto.service.coordinator import Coordinator
 from alto.service.coordinator.leadership import Leadership
 from alto.service.dashboard import router as dashboard
@@ -124,7 +124,7 @@ def opened_service(settings: ServiceSettings) -> Iterator[Service]:
 @contextlib.contextmanager
 def running(service: Service) -> Iterator[FastAPI]:
     """Yield the application, and run a coordinator until the block is left."""
-    coordinator = Coordinator(service, Leadership(service.store), lambda epoch: _plane(service.settings, epoch))
+    coordinator = Coordinator(service, Leadership(service.store), _Planes(service.settings).opened)
     app = create_app(service, coordinator)
     coordinator.start()
     try:
@@ -247,6 +247,25 @@ def _unusable(settings: ServiceSettings, error: OSError) -> str:
     )
 
 
-def _plane(settings: ServiceSettings, epoch: int) -> contextlib.AbstractContextManager[ControlPlane]:
-    setup = QueueSetup(strategy=settings.strategy, cluster=settings.cluster, total_gpus=settings.total_gpus, quotas={})
-    return opened_control_plane(setup, control_folder(settings.root, epoch))
+class _Planes:
+    """Opens one control plane after the other; each knows the machines of those before it."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+        self._needs_gpus = False
+
+    @contextlib.contextmanager
+    def opened(self, epoch: int) -> Iterator[ControlPlane]:
+        """Yield the control plane of the leader with this epoch.
+
+        Raises:
+            AltoError: The cluster cannot be reached, or has no GPUs although it had some since this process started.
+        """
+        settings = self._settings
+        setup = QueueSetup(
+            strategy=settings.strategy, cluster=settings.cluster, total_gpus=settings.total_gpus, quotas={}
+        )
+        folder, before = control_folder(settings.root, epoch), history_before(settings.root)
+        with opened_control_plane(setup, folder, before=before, needs_gpus=self._needs_gpus) as plane:
+            self._needs_gpus = plane.has_gpus
+            yield plane

@@ -152,6 +152,35 @@ def test_what_is_too_large_after_a_loss_waits_with_a_reason_and_is_planned_when_
     assert queue.tasks["wide"].waits_for == ""
 
 
+def test_ranks_wait_for_a_machine_that_has_room_for_all_of_them():
+    large, small = Node(name="large", gpus=(0, 1, 2, 3)), Node(name="small", gpus=(0, 1))
+    queue = Queue([large, small], QueueSettings(), lambda problem, _: schedule_tasks(problem, method="fifo"))
+    queue.apply(*(GpuLost(time_s=0, gpu=Gpu("large", index)) for index in large.gpus))
+    queue.apply(*(GpuAdded(time_s=1, gpu=Gpu(name, index)) for name in ("c", "d") for index in (0, 1)))
+    assert started(submit(queue, 2, "ranks", gpus=4, is_on_one_node=True)) == []
+    assert queue.tasks["ranks"].waits_for == "4 GPUs on one machine; the largest has 2"
+    assert started(submit(queue, 3, "narrow", gpus=2, is_on_one_node=True)) == ["narrow"]
+    # A machine that comes back has another name; the number of GPUs stays the same here.
+    events = [GpuLost(time_s=4, gpu=Gpu(name, index)) for name in ("c", "d") for index in (0, 1)]
+    events += [GpuAdded(time_s=4, gpu=Gpu("large again", index)) for index in range(4)]
+    (start,) = (action for action in queue.apply(*events) if isinstance(action, StartTask))
+    assert start.gpus == tuple(Gpu("large again", index) for index in range(4))
+
+
+def test_machines_that_the_cluster_had_count_once_and_the_largest_of_all_times():
+    queue = queue_of(2, declared=(Node(name="before", gpus=(0, 1, 2)),))
+    for turn in range(3):  # each time, the machine comes back under another name
+        queue.apply(*(GpuAdded(time_s=turn, gpu=Gpu(f"other-{turn}", index)) for index in (0, 1)))
+        queue.apply(*(GpuLost(time_s=turn, gpu=Gpu(f"other-{turn}", index)) for index in (0, 1)))
+    assert [len(node.gpus) for node in queue.declared_nodes] == [3, 2]
+    submit(queue, 5, "a", gpus=5)
+    submit(queue, 6, "b", gpus=3, is_on_one_node=True)
+    with pytest.raises(SpecError, match="expected num_gpus from 1 to 5"):
+        submit(queue, 7, "c", gpus=6)
+    with pytest.raises(SpecError, match=r"expected num_gpus from 1 to 3 \(the GPUs of the largest machine\), found 4"):
+        submit(queue, 8, "d", gpus=4, is_on_one_node=True)
+
+
 def test_what_no_cluster_or_quota_allows_is_refused_and_nothing_is_taken_in():
     queue = queue_of(2, quotas={"t": 1})
     with pytest.raises(SpecError, match="expected num_gpus from 1 to 2"):

@@ -21,6 +21,7 @@ class QueueStarted(QueueEvent):
         devices: ``gpus``, or ``cpu slots`` if CPU slots are used in place of GPUs.
         nodes: The machines and the indices of their GPUs.
         tasks: All tasks, in the order given.
+        declared: The largest machines that the cluster had before, if the queue of a service continues another one.
         format: Version of the journal's format.
     """
 
@@ -28,6 +29,7 @@ class QueueStarted(QueueEvent):
     devices: str = field(metadata=wire(if_absent="gpus"))
     nodes: tuple[Node, ...]
     tasks: tuple[QueuedTask, ...]
+    declared: tuple[Node, ...] = ()
     format: int = field(default=FORMAT, metadata=wire(if_absent=1, always=True))
 
 
@@ -39,11 +41,13 @@ class QueueResumed(QueueEvent):
         done: Tasks that already had their result.
         notes: Notices about events that a damaged journal lost, as sentences.
         nodes: The machines and the indices of their GPUs; empty if they are the same as before.
+        devices: As in ``queue_started``; empty if they are the same as before.
     """
 
     done: tuple[str, ...] = field(metadata=wire(if_absent=[]))
     notes: tuple[str, ...] = field(metadata=wire(if_absent=[]))
     nodes: tuple[Node, ...] = ()
+    devices: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,12 @@ class TaskDemand(Demand):
     Attributes:
         release_s: Earliest start, in seconds from now.
         sharing: Facts for sharing an executor, which only tasks on one GPU do; None: the task has its own executor.
+        is_on_one_node: Whether all its GPUs must be on one node. A queue lets it wait while no node is large enough.
     """
 
     release_s: float = 0.0
     sharing: Sharing | None = None
+    is_on_one_node: bool = False
 
     def lasting(self, duration_s: float) -> TaskDemand:
         """Return the same task with another duration; its steps keep their share of the duration."""

@@ -9,29 +9,33 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from alto.errors import SpecError
-from alto.records import Gpu, Node, Placement, Schedule, Sharing
+from alto.records import Gpu, Node, Placement, Schedule, Sharing, nodes_covering
 from alto.scheduler.inter_task import Member, RunningTask, finish_times_s, member_of, members_ending_at
 from alto.scheduler.queue.task import LEAST_S, ScheduledTask, TaskState
 
 
 class GpuPool:
-    """The GPUs of a cluster: the existing ones, the free ones, and all that were ever declared.
+    """The GPUs of a cluster: the existing ones, the free ones, and the largest machines so far.
+
+    Args:
+        declared: Machines that the cluster had before.
 
     Raises:
         SpecError: Two nodes have the same name.
     """
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], declared: Sequence[Node] = ()) -> None:
         names = [node.name for node in nodes]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise SpecError(f"node: expected a unique name for each node, found {twice[0]!r} twice; rename one")
         self._present = {Gpu(node.name, index) for node in nodes for index in node.gpus}
-        self._declared = set(self._present)
         self._taken: set[Gpu] = set()
         self.free = set(self._present)
-        self.nodes = self.declared_nodes = _nodes(self._present)
-        """Present nodes, without nodes that have no GPU left; and nodes with every GPU that they ever had."""
+        self.nodes = _nodes(self._present)
+        """Present nodes, without nodes that have no GPU left."""
+        self.declared_nodes = nodes_covering(declared, self.nodes)
+        """See `nodes_covering`; a task that does not fit on them can never be placed."""
 
     def __len__(self) -> int:
         return len(self._present)
@@ -57,8 +61,8 @@ class GpuPool:
         if gpu in self._present:
             return False
         self._present.add(gpu)
-        self._declared.add(gpu)
-        self.nodes, self.declared_nodes = _nodes(self._present), _nodes(self._declared)
+        self.nodes = _nodes(self._present)
+        self.declared_nodes = nodes_covering(self.declared_nodes, self.nodes)
         if gpu not in self._taken:
             self.free.add(gpu)
         return True

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from alto.errors import SpecError
 from alto.records import Gpu, Node, Placement, Schedule
-from alto.scheduler.inter_task import SchedulingProblem
+from alto.scheduler.inter_task import SchedulingProblem, TaskDemand
 from alto.scheduler.queue.events import (
     Action,
     Cancelled,
@@ -59,7 +59,7 @@ class Queue:
     def __init__(self, nodes: Sequence[Node], settings: QueueSettings, solve: Solve) -> None:
         self._settings = settings
         self._solve = solve
-        self._pool = GpuPool(nodes)
+        self._pool = GpuPool(nodes, settings.declared)
         self._now_s = 0.0
         self._tasks: dict[str, ScheduledTask] = {}
         self._waiting = Waiting(settings.list_method)
@@ -72,6 +72,11 @@ class Queue:
     def tasks(self) -> Mapping[str, ScheduledTask]:
         """All tasks ever submitted, in the order of submission."""
         return MappingProxyType(self._tasks)
+
+    @property
+    def declared_nodes(self) -> tuple[Node, ...]:
+        """The largest machines that the cluster has had; a task that does not fit on them is refused."""
+        return self._pool.declared_nodes
 
     @property
     def next_wake_s(self) -> float | None:
@@ -94,8 +99,9 @@ class Queue:
         finished.
 
         Raises:
-            SpecError: A new task's name is taken, or its GPUs exceed all GPUs ever declared or its tenant's quota. Also
-                raised if a task is unknown to the queue, or an estimate is not a duration. Then no event is handled.
+            SpecError: A new task's name is taken, or it does not fit on :attr:`declared_nodes` or into its tenant's
+                quota. Also raised if a task is unknown to the queue, or an estimate is not a duration. Then no event
+                is handled.
         """
         self.check(*events)
         self._now_s = max([self._now_s, *(event.time_s for event in events)])
@@ -103,9 +109,9 @@ class Queue:
         for task in self._executors.tasks.values() if lost else ():
             task.has_lost_gpu = task.has_lost_gpu or not lost.isdisjoint(task.gpus)
         actions: list[Action] = []
-        num_gpus = len(self._pool)
+        nodes = self._pool.nodes
         reasons = [reason for event in events if (reason := self._take_in(event, actions))]
-        if len(self._pool) != num_gpus:
+        if self._pool.nodes != nodes:
             self._note_missing_gpus(*self._waiting)
         reasons += self._handle_due_tasks(actions)
         self._take_offers(actions)
@@ -125,8 +131,7 @@ class Queue:
                         raise SpecError(
                             f"task: expected a name that is new to the queue, found {demand.task!r} again; rename it"
                         )
-                    # The constructor checks the task; all GPUs ever declared count, even if some are lost now.
-                    SchedulingProblem(nodes=self._pool.declared_nodes, pending=(demand,), quotas=self._settings.quotas)
+                    self._check_fits(demand)
                     known.add(demand.task)
                 case GpuLost() | GpuAdded() | Woken():
                     pass
@@ -139,6 +144,17 @@ class Queue:
                     _check_estimate(event.task, estimate_s)
                 case Failed(remaining_s=estimate_s) if estimate_s is not None:
                     _check_estimate(event.task, estimate_s)
+
+    def _check_fits(self, demand: TaskDemand) -> None:
+        """Check that a task fits on the machines that the cluster has had, even if some are lost now."""
+        declared = self._pool.declared_nodes
+        SchedulingProblem(nodes=declared, pending=(demand,), quotas=self._settings.quotas)  # checks the task
+        _, most = _sizes(declared)
+        if demand.is_on_one_node and demand.num_gpus > most:
+            raise SpecError(
+                f"task {demand.task!r}: expected num_gpus from 1 to {most} (the GPUs of the largest machine), found "
+                f"{demand.num_gpus}; ask for fewer, or add a larger machine"
+            )
 
     def _take_in(self, event: QueueInput, actions: list[Action]) -> str:
         """Handle ``event`` and return why it needs a new plan; empty if it does not."""
@@ -340,11 +356,11 @@ class Queue:
         return most is None or len(self._waiting) + len(self._executors.tasks) <= most or self._waiting.has_priorities
 
     def _plan_whole(self, left: Schedule | None) -> Schedule | None:
-        num_gpus, now = len(self._pool), self._now_s
+        now = self._now_s
         pending = tuple(
             task.wanted if task.ready_s <= now else replace(task.wanted, release_s=task.ready_s - now)
             for task in self._waiting
-            if task.demand.num_gpus <= num_gpus and not self._is_spent(task)
+            if not task.waits_for and not self._is_spent(task)
         )
         if not pending:
             return None
@@ -370,10 +386,14 @@ class Queue:
         )
 
     def _note_missing_gpus(self, *tasks: ScheduledTask) -> None:
-        num_gpus = len(self._pool)
+        num_gpus, most = _sizes(self._pool.nodes)
         for task in tasks:
             wanted = task.demand.num_gpus
-            task.waits_for = f"{wanted} GPUs; the cluster has {num_gpus}" if wanted > num_gpus else ""
+            task.waits_for = ""
+            if wanted > num_gpus:
+                task.waits_for = f"{wanted} GPUs; the cluster has {num_gpus}"
+            elif task.demand.is_on_one_node and wanted > most:
+                task.waits_for = f"{wanted} GPUs on one machine; the largest has {most}"
 
     def _unstarted_plan(self) -> Schedule | None:
         """Return the unstarted part of the plan, with times counted from now."""
@@ -407,6 +427,12 @@ class Queue:
         is_open = self._plan is not None and self._plan.method != "fifo"
         self._executors.start(task, placement, self._now_s, is_open=is_open)
         return StartTask(task=task.name, gpus=placement.gpus, attempt=task.attempt, executor=task.executor)
+
+
+def _sizes(nodes: Sequence[Node]) -> tuple[int, int]:
+    """Return the number of GPUs of all nodes, and of the largest."""
+    sizes = [len(node.gpus) for node in nodes]
+    return sum(sizes), max(sizes, default=0)
 
 
 def _waits_until(ready_s: float, _: int, task: ScheduledTask) -> bool:

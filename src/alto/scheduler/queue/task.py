@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from alto.errors import SpecError
-from alto.records import Gpu
+from alto.records import Gpu, Node
 from alto.scheduler.inter_task import LIST_METHODS, TaskDemand
 from alto.scheduler.queue.events import Offered
 
@@ -122,6 +122,8 @@ class QueueSettings:
         max_planned: Number of waiting and running tasks above which a plan contains only the tasks that start now,
             chosen by ``list_method``. This does not apply if waiting tasks differ in priority, because then later
             starts of higher ones must be protected. None: no limit.
+        declared: Machines that the cluster had before. A task that fits on them or on the present ones is accepted, and
+            waits until it can be placed.
         list_method: One of :data:`LIST_METHODS`.
 
     Raises:
@@ -134,6 +136,7 @@ class QueueSettings:
     backoff_s: float = 10.0
     max_backoff_s: float = 600.0
     max_planned: int | None = None
+    declared: tuple[Node, ...] = ()
     list_method: str = "lpt"
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from sqlalchemy import func, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from alto.service.context import Service, ServiceOf
+from alto.service.context import Service, ServiceOf, control_folder
 from alto.service.store.tables import FileRow, JobRow, LeaderRow
 from alto.service.web.answers import WITHOUT_KEY, RequestCounts
 
@@ -28,8 +28,9 @@ def healthz() -> dict[str, str]:
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", openapi_extra=WITHOUT_KEY, responses={503: {"description": "The service is not ready yet."}})
 def readyz(request: Request, service: ServiceOf) -> Response:
-    """Report whether requests can be carried out: the database answers, and a server leads. Errors of single tasks do
-    not count; they are in the events of these tasks, and in ``alto_tasks_put_off`` of ``/metrics``."""
+    """Report whether requests can be carried out: the database answers, and a server leads that is connected to its
+    cluster. Errors of single tasks do not count; they are in the events of these tasks, and in ``alto_tasks_put_off``
+    of ``/metrics``."""
     problems = _problems(request, service)
     status = "ready" if not problems else "not ready"
     return JSONResponse({"status": status, "problems": problems}, status_code=503 if problems else 200)
@@ -70,8 +71,10 @@ def _problems(request: Request, service: Service) -> list[str]:
     coordinator = request.app.state.coordinator
     if leader is None or not leader.holder:
         return ["no server leads yet"]
-    if coordinator is not None and coordinator.failure is not None:
-        return ["the coordinator restarts after an error; see its log for the cause"]
+    if coordinator is not None and coordinator.problem:
+        return [coordinator.problem]
+    if not (control_folder(service.settings.root, leader.epoch) / "journal.jsonl").exists():
+        return ["the server that leads is not connected to its cluster yet"]
     return []
 
 

@@ -132,6 +132,24 @@ class _Live:
     forecast_at: float = field(default=0.0)
 
 
+def _report(error: Exception) -> None:
+    """Log why this server does not lead; only errors of unknown kinds need a traceback."""
+    if is_of_service(error):
+        _LOG.warning("no server can lead: %s", first_line(error))
+    elif isinstance(error, AltoError):
+        _LOG.error("this server drives no cluster, and tries again: %s", error)
+    else:
+        _LOG.error("the coordinator restarts after an error", exc_info=error)
+
+
+def _waiting(num_gpus: int, most: int) -> str:
+    """Return the message for a job that is larger than all present machines."""
+    return (
+        f"Expected {num_gpus} GPUs for this job, found {most}: machines of the cluster are away. The job waits for "
+        "them; if they do not come back, cancel it and ask for fewer"
+    )
+
+
 class Coordinator:
     """The worker that leads if no other server does, and then works on the database's jobs until it is stopped.
 
@@ -177,11 +195,9 @@ class Coordinator:
                 _LOG.warning("%s", error)
             except Exception as error:
                 # No state is lost on an error: the next iteration starts from the database.
+                if str(error) != str(self.failure):
+                    _report(error)
                 self.failure = error
-                if is_of_service(error):
-                    _LOG.warning("no server can lead: %s", first_line(error))
-                else:
-                    _LOG.error("the coordinator restarts after an error", exc_info=error)
             self._is_stopping.wait(_RETRY_S)
         with contextlib.suppress(SQLAlchemyError):
             self._leadership.release()
@@ -230,6 +246,7 @@ class Coordinator:
 
     def turn(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
         """Synchronize the control plane with the database once."""
+        plane.check_connected()
         self._leadership.renew()
         self._forget_delays()
         self._check_new(plane, pool)
@@ -282,11 +299,15 @@ class Coordinator:
         """Make the run folder of a job and queue the job, or fail it."""
         with self._alone(job, "invalid_job"):
             make_run(self._service, job)
-            plane.check(settled_task(self._service, job))
+            task = settled_task(self._service, job)
+            plane.check(task)
+            _, most = plane.capacity()
             with self._changing(job.id) as (session, row):
                 if row.status == "validating_files":
                     row.status, row.run_dir = "queued", str(self._service.run_of(job))
                     add_event(session, row, "Files validated, moving job to queued state")
+                    if task.num_gpus > most:
+                        add_event(session, row, _waiting(task.num_gpus, most), level="warn")
                     _LOG.info("job %s of tenant %s is queued", job.id, job.tenant)
             self._num_delays.pop(job.id, None)
         self._service.work.set()
@@ -295,13 +316,14 @@ class Coordinator:
 
     def _submit_wanted(self, plane: ControlPlane) -> None:
         """Submit the jobs whose turn it is, and take back waiting jobs whose turn it is not."""
-        _, num_gpus = plane.num_gpus()
+        num_gpus, most = plane.capacity()
         states = plane.states()
         begun = {job: live for job, live in self._live.items() if not states[live.run_name].is_new}
-        # Ended jobs whose results cannot be stored yet do not count towards the limit.
-        working = [live for live in begun.values() if not live.has_ended]
+        # Neither ended jobs whose results cannot be stored yet, nor jobs that wait for machines that are away, count
+        # towards the limit.
+        working = [live for live in begun.values() if not (live.has_ended or states[live.run_name].is_too_large)]
         with self._service.store.reading() as session:
-            wanted = wanted_jobs(session, [*begun, *self._put_off])
+            wanted = wanted_jobs(session, [*begun, *self._put_off], most)
         order = in_turns([(job, tenant) for job, tenant, _ in wanted], Counter(live.task.tenant for live in working))
         levels = levels_of(wanted)
         next_ones = order[: max(0, min(MOST_SUBMITTED, 2 * num_gpus) - len(working))]
@@ -481,6 +503,15 @@ class Coordinator:
         for job, until in list(self._put_off.items()):
             if until <= time.monotonic():
                 del self._put_off[job]
+
+    @property
+    def problem(self) -> str:
+        """Why no task can be started, as a sentence for operators; empty if this server leads, or another one does."""
+        if self.plane is None and self._leadership.is_held:
+            return "this server is not connected to its cluster; see its log for the cause"
+        if self.failure is not None:
+            return "the coordinator restarts after an error; see its log for the cause"
+        return ""
 
     @property
     def num_put_off(self) -> int:

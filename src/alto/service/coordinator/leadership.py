@@ -59,6 +59,11 @@ class Leadership:
         assert self._epoch is not None, "it does not lead"
         return self._epoch
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this server leads, as far as it knows."""
+        return self._epoch is not None
+
     def acquire(self) -> bool:
         """Become the leader if there is none; return whether this server leads now."""
         with self._store.writing() as session:

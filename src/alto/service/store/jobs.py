@@ -111,11 +111,16 @@ def count_open(session: Session, tenant: str) -> int:
     return session.scalar(statement) or 0
 
 
-def wanted_jobs(session: Session, without: Collection[str]) -> list[tuple[str, str, int]]:
-    """Return id, tenant and priority of the jobs that are to run, the highest priority first, except ``without``."""
+def wanted_jobs(session: Session, without: Collection[str], max_gpus: int) -> list[tuple[str, str, int]]:
+    """Return id, tenant and priority of the jobs that are to run on at most ``max_gpus`` GPUs, the highest priority
+    first, except ``without``."""
     rows = session.execute(
         select(JobRow.id, JobRow.tenant, JobRow.priority)
-        .where(JobRow.status.in_(("queued", "running")), JobRow.id.not_in(without))
+        .where(
+            JobRow.status.in_(("queued", "running")),
+            JobRow.id.not_in(without),
+            func.coalesce(JobRow.task["num_gpus"].as_integer(), 1) <= max_gpus,
+        )
         .order_by(JobRow.priority.desc(), JobRow.number)
     )
     return [(job, tenant, priority) for job, tenant, priority in rows]
