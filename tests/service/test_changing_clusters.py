@@ -60,7 +60,7 @@ class ChangingCluster(SimulatedCluster):
         lost = [Gpu(name, index) for name in before if name not in present for index in range(before[name])]
         came = [Gpu(name, index) for name in present if name not in before for index in range(present[name])]
         self._set_nodes()
-        changes = [*(GpuLost(gpu=gpu) for gpu in lost), *(GpuAdded(gpu=gpu) for gpu in came)]
+        changes: list[ClusterEvent] = [*(GpuLost(gpu=gpu) for gpu in lost), *(GpuAdded(gpu=gpu) for gpu in came)]
         return [*changes, *super().poll(timeout_s)]
 
     def _set_nodes(self) -> None:

@@ -41,7 +41,7 @@ class QueueResumed(QueueEvent):
         done: Tasks that already had their result.
         notes: Notices about events that a damaged journal lost, as sentences.
         nodes: The machines and the indices of their GPUs; empty if they are the same as before.
-        devices: As in ``queue_started``; empty if they are the same as before.
+        devices: ``gpus`` or ``cpu slots``; empty if they are the same as before.
     """
 
     done: tuple[str, ...] = field(metadata=wire(if_absent=[]))
