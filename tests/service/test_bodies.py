@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from services import ROWS, served
+from services import ROWS, served, wait_for
 from sites import JSON, Site, refused
 
 from alto.service.web import bodies as body_limits
@@ -104,6 +105,21 @@ def test_slow_bodies_are_ended(site: Site, monkeypatch: pytest.MonkeyPatch) -> N
                 answer += (piece := connection.recv(65536))
                 assert piece, answer
             assert b" 400 " in answer
+
+
+def test_an_upload_that_the_client_breaks_off_is_one_line_of_the_log(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "alto.service")
+    host, _, port = site.served.url.rpartition("/")[2].rpartition(":")
+    head = (
+        f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {site.keys['a']}\r\n"
+        "Content-Type: multipart/form-data; boundary=x\r\nContent-Length: 1000\r\n\r\n--x\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head.encode())
+    wait_for(lambda: any(getattr(record, "route", "") == "/v1/files" for record in caplog.records))
+    assert [(getattr(record, "status", 0), record.exc_info) for record in caplog.records] == [(400, None)]
 
 
 def test_forms_have_few_parts(site: Site) -> None:

@@ -188,6 +188,8 @@ class _Body:
                 message = await self._receive()
         except TimeoutError:
             raise self._too_slow() from None
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "expected the whole body, found that the client closed the connection; send it again")
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
             self._is_whole = not message.get("more_body", False)
