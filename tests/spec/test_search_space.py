@@ -267,6 +267,12 @@ class TestAuto:
         assert Task(**resolved.to_dict()) == resolved
         assert max(job.config.learning_rate for job in resolved.jobs) <= 1.5e-3
 
+    def test_batch_sizes_are_multiples_of_the_completions_of_a_prompt(self):
+        keys = {"model": "some/model", "dataset": "x.jsonl", "method": "grpo", "reward_funcs": ["exact"]}
+        for chosen, sizes in (({}, {16, 32, 64}), ({"num_generations": 4}, {8, 16, 32})):
+            task = Task(**keys, **chosen, search_space="auto")
+            assert {job.config.per_device_train_batch_size for job in task.jobs} == sizes
+
     def test_what_is_set_beside_it_does_not_vary(self):
         task = Task(model="some/model", dataset="x.jsonl", search_space="auto", r=8, lora_alpha=16)
         assert {(job.config.r, job.config.lora_alpha) for job in task.jobs} == {(8, 16)}

@@ -83,9 +83,12 @@ def with_usual_rate(task: Task, config: PretrainedConfig, *, begins: bool) -> Ta
     Args:
         begins: Whether no job has started yet. The jobs of a resumed run keep their drawn configurations.
     """
-    hidden_size, compares_replies = config.get_text_config().hidden_size, find_method(task.method).compares_replies
+    method, hidden_size = find_method(task.method), config.get_text_config().hidden_size
+    compares_replies = method.compares_replies
     if task.search_space.is_auto:
-        task = task.replace(search_space=auto_space(hidden_size, task.fixed, compares_replies=compares_replies))
+        completions = method.settings(task.fixed).completions_per_row
+        space = auto_space(hidden_size, task.fixed, compares_replies=compares_replies, completions_per_row=completions)
+        task = task.replace(search_space=space)
     if task.search.algorithm != "tpe" or task.search.usual_learning_rate is not None or not begins:
         return task
     rate = usual_learning_rate(hidden_size, compares_replies=compares_replies)

@@ -190,13 +190,18 @@ def usual_learning_rate(hidden_size: int, *, compares_replies: bool = False) -> 
 
 
 def auto_space(
-    hidden_size: int | None = None, fixed: Collection[str] = (), *, compares_replies: bool = False
+    hidden_size: int | None = None,
+    fixed: Collection[str] = (),
+    *,
+    compares_replies: bool = False,
+    completions_per_row: int = 1,
 ) -> SearchSpace:
     """Return learning rates up to five times above and below the usual one, with ranks and batch sizes.
 
     Args:
         hidden_size: Hidden size of the base model. None means that it is not known yet; the ranges for 2,000 are used.
         fixed: Fields that the task sets for all jobs; they do not vary.
+        completions_per_row: Completions that jobs generate for a row; batch sizes are multiples of it.
     """
     usual = usual_learning_rate(hidden_size or _REFERENCE_SIZE, compares_replies=compares_replies)
     # Rounded, because it is written into files.
@@ -205,7 +210,7 @@ def auto_space(
     axes = (
         Axis(key="learning_rate", values=rates),
         Axis(key="r", values=_RANKS),
-        Axis(key="per_device_train_batch_size", values=_BATCH_SIZES),
+        Axis(key="per_device_train_batch_size", values=tuple(size * completions_per_row for size in _BATCH_SIZES)),
         Axis(key="lora_alpha", values=(_LORA_ALPHA,)),
     )
     groups = tuple((axis,) for axis in axes if axis.key not in fixed)

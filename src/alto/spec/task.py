@@ -208,8 +208,7 @@ class Task(DataKeys):
         if isinstance(given.get("dataset"), list | tuple):
             given["dataset"] = parse_sources(given["dataset"])
         space = given.get("search_space", {})
-        auto = auto_space(fixed=fixed, compares_replies=method.compares_replies)
-        given["search_space"] = auto if space == AUTO else _search_space(space, method)
+        given["search_space"] = _auto_space(method, fixed) if space == AUTO else _search_space(space, method)
         given.setdefault("name", default_name(given.get("dataset")))
         task_checks.check_given_once(given, fixed)
         with spelt_as(values, method.spellings):
@@ -471,6 +470,14 @@ def _canonical(values: Mapping[str, Any], method: Method) -> dict[str, Any]:
     fields = (*TASK_FIELDS, *JOB_FIELDS, *method.known_keys)
     elsewhere = {key: "early_exit" for key in EarlyExit.model_fields if key not in fields}
     return canonical_keys(values, fields=fields, aliases=method.spellings, where="the task", elsewhere=elsewhere)
+
+
+def _auto_space(method: Method, fixed: Mapping[str, Any]) -> SearchSpace:
+    return auto_space(
+        fixed=fixed,
+        compares_replies=method.compares_replies,
+        completions_per_row=method.settings(fixed).completions_per_row,
+    )
 
 
 def _search_space(value: object, method: Method) -> SearchSpace:
