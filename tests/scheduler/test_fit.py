@@ -82,11 +82,15 @@ def test_no_coefficient_of_time_is_negative(durations: list[float]) -> None:
 
 
 def test_if_speed_still_rises_at_the_largest_step_saturation_is_that_of_the_model() -> None:
-    points = [
-        ThroughputPoint(num_jobs=2, num_tokens=tokens, duration_s=0.1 + 2 * 0.05 + tokens * 1e-3)
-        for tokens in (100, 200, 400)
-    ]
-    assert saturation(points) == pytest.approx(19 * 0.2 / 1e-3, rel=0.01)
+    def points(fixed_s: float) -> list[ThroughputPoint]:
+        return [
+            ThroughputPoint(num_jobs=jobs, num_tokens=tokens, duration_s=fixed_s + jobs * 0.01 + tokens * 1e-3)
+            for jobs, tokens in ((1, 100), (2, 200), (1, 400), (8, 800))
+        ]
+
+    assert saturation(points(0.03)) == pytest.approx(19 * 0.04 / 1e-3, rel=0.01)
+    assert saturation(points(0.99)) == 4 * 400, "the model is not trusted further"
+    assert saturation(points(0.0)) == 400, "the largest step is fast enough"
 
 
 def test_saturation_is_the_smallest_step_that_is_nearly_as_fast_as_any() -> None:

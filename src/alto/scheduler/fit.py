@@ -96,23 +96,30 @@ def fit_throughput(points: Sequence[ThroughputPoint]) -> ThroughputFit:
     )
 
 
+_EXTRAPOLATED = 4
+"""Largest number of tokens that the fitted model is trusted for, relative to the largest measured step."""
+
+
 def saturation(points: Sequence[ThroughputPoint]) -> int:
-    """Return the fewest tokens of a measured step that reaches `SATURATED` of the best measured tokens per second. If
-    only the largest step does, larger ones may be faster still: then return the tokens at which the fitted model
-    reaches `SATURATED` of its highest speed, if they are more.
+    """Return the fewest tokens of a measured step that reaches `SATURATED` of the best measured tokens per second.
+
+    Only steps of the fewest jobs are compared, because more jobs make a step of the same tokens slower. If speed still
+    rises at the largest of them, return the tokens at which the fitted model reaches `SATURATED` of its highest speed,
+    but no more than four times as many.
 
     Raises:
         ProfileError: There is no point.
     """
     _check_measured(points)
-    rates = {point: point.num_tokens / point.duration_s for point in points}
-    best = max(rates.values())
-    measured = min(point.num_tokens for point, rate in rates.items() if rate >= SATURATED * best)
-    fit, largest = fit_throughput(points), max(points, key=lambda point: point.num_tokens)
-    if measured < largest.num_tokens or not fit.token_s:
+    fewest = min(point.num_jobs for point in points)
+    rates = {point.num_tokens: point.num_tokens / point.duration_s for point in points if point.num_jobs == fewest}
+    best, largest = max(rates.values()), max(rates)
+    measured = min(num_tokens for num_tokens, rate in rates.items() if rate >= SATURATED * best)
+    fit = fit_throughput(points)
+    if measured < largest or not fit.token_s:
         return measured
-    fixed_s = fit.step_s + fit.job_s * largest.num_jobs
-    return max(measured, math.ceil(SATURATED / (1.0 - SATURATED) * fixed_s / fit.token_s))
+    of_model = SATURATED / (1.0 - SATURATED) * (fit.step_s + fit.job_s * fewest) / fit.token_s
+    return max(measured, min(math.ceil(of_model), _EXTRAPOLATED * largest))
 
 
 def _check_measured(points: Sequence[ThroughputPoint]) -> None:
