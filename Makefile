@@ -125,6 +125,10 @@ bench-gpu: ## Run the benchmarks that need an NVIDIA GPU; PYTHON must have torch
 	measure kernels --models 1b --stages steps; \
 	exit $$failed
 
+.PHONY: release
+release: $(VENV)/.release ## Set up, then build the archives and check them as a stranger would install them, for each version of Python
+	$(BIN)/python -m tools.release --torch $(TORCH_VERSION) $(if $(RELEASE_PYTHONS),--pythons $(RELEASE_PYTHONS))
+
 .PHONY: clean
 clean: ## Delete .venv, caches, build products, made models and generated data; runs/ stays
 	rm -rf .venv .venv-servers build dist examples/data .models
@@ -151,6 +155,10 @@ $(VENV)/.dev: pyproject.toml benchmarks/peers.txt $(VENV)/.base
 
 $(VENV)/.bench: pyproject.toml benchmarks/peers.txt $(VENV)/.base
 	$(BIN)/python -m pip install -e '.[bench,gguf,gpu,scheduler,service]' -r benchmarks/peers.txt
+	@touch $@
+
+$(VENV)/.release: | $(VENV)/.created
+	$(BIN)/python -m pip install 'build>=1.3' 'twine>=6' 'pip-licenses>=5'
 	@touch $@
 
 $(WORD_PROBLEMS): examples/make_word_problems.py | $(VENV)/.created

@@ -13,13 +13,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from alto.errors import AltoError
-from alto.records import ExitReason, JobResult, Placement, Schedule
-from alto.spec import EarlyExit, JobConfig, Task, load_task
 from alto.version import __version__
 
 if TYPE_CHECKING:
     from alto.engine import Engine
+    from alto.records import ExitReason, JobResult, Placement, Schedule
     from alto.results import TaskResult, load_run
+    from alto.spec import EarlyExit, JobConfig, Task, load_task
 
 __all__ = [
     "AltoError",
@@ -37,14 +37,22 @@ __all__ = [
     "load_task",
 ]
 
-_LAZY = {"Engine": "alto.engine", "TaskResult": "alto.results", "load_run": "alto.results"}
+_HOMES = {
+    **dict.fromkeys(("ExitReason", "JobResult", "Placement", "Schedule"), "alto.records"),
+    **dict.fromkeys(("EarlyExit", "JobConfig", "Task", "load_task"), "alto.spec"),
+    **dict.fromkeys(("TaskResult", "load_run"), "alto.results"),
+    "Engine": "alto.engine",
+}
+"""The package of every name that is imported when it is first used: the engine imports torch, for instance."""
 
 
 def __getattr__(name: str) -> Any:
-    # Imported lazily: the engine imports torch, and results import reporting packages; reading a task needs neither.
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'alto' has no attribute {name!r}")
+    if name in ("records", "spec"):
+        return import_module(f"alto.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'alto' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

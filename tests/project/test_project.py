@@ -82,11 +82,29 @@ def test_every_exported_name_is_there() -> None:
 def test_import_alto_is_light() -> None:
     loaded = json.loads(run_python("import alto, json, sys; print(json.dumps(sorted(sys.modules)))"))
     assert "alto" in loaded
-    assert not set(loaded) & {*TENSOR_LIBRARIES, *HEAVY_EXTRAS}
+    assert not set(loaded) & {*TENSOR_LIBRARIES, *HEAVY_EXTRAS, "pydantic", "yaml"}
+    run_python("import alto; assert alto.spec.Task is alto.Task and alto.records.ExitReason is alto.ExitReason")
 
 
 def test_engine_imports_where_no_heavy_extra_is_installed() -> None:
-    run_python(f"import sys; sys.modules.update(dict.fromkeys({HEAVY_EXTRAS!r})); import alto.engine, alto.cli")
+    code = "import alto.engine, alto.cli, typer; [*typer.main.get_command(alto.cli.app).commands.values()]"
+    run_python(f"import sys; sys.modules.update(dict.fromkeys({HEAVY_EXTRAS!r})); {code}")
+
+
+def test_the_help_imports_no_command() -> None:
+    code = "from typer.testing import CliRunner; import alto.cli; CliRunner().invoke(alto.cli.app, ['--help'])"
+    loaded = set(run_python(f"import sys; {code}; print(*sys.modules)").split())
+    assert "alto.cli.app" in loaded
+    assert not loaded & {"alto.cli.tune", "alto.spec", "alto.runs", "pydantic", *TENSOR_LIBRARIES}
+
+
+def test_the_help_has_the_words_of_the_commands() -> None:
+    code = (
+        "import alto.cli, typer; from alto.cli.app import _summaries; found = typer.main.get_command(alto.cli.app)\n"
+        "real = {n: (c.help, c.rich_help_panel, c.name) for n, c in found.commands.items()}\n"
+        "assert real == {n: (c.help, c.rich_help_panel, c.name) for n, c in _summaries().items()}, real"
+    )
+    run_python(code)
 
 
 def test_type_checkers_see_the_types_of_an_installed_alto() -> None:

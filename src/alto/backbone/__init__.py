@@ -6,6 +6,7 @@ from alto.backbone.classifier import LOGIT_TOLERANCES, check_classifier, classif
 from alto.backbone.fingerprint import (
     base_differences,
     base_fingerprint,
+    model_folder,
     object_fingerprint,
     tokenizer_fingerprint,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "load_network",
     "load_tokenizer",
     "loading_class",
+    "model_folder",
     "object_fingerprint",
     "recorded_routers",
     "release_memory",

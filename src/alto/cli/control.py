@@ -58,6 +58,7 @@ app = typer.Typer(
     name="job",
     help="Stop jobs of a task that is not finished; resume and clone jobs of any task.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="Job, for example job-003; alto show lists them.")]

@@ -16,6 +16,9 @@ from alto.spec import OWN_METHODS, EarlyExit, JobConfig, Search, Simulation, Tas
 RUNS = Path("runs")
 """Folder of runs, unless the user names another."""
 
+DEFAULT_MODEL = "alto-tiny"
+"""Base model that ships with ALTO."""
+
 
 def complete_run(incomplete: str) -> list[str]:
     """Return the folders of runs and queues whose paths begin with ``incomplete``, newest first: in the folder that

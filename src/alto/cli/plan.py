@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from alto.cli.options import Overrides, Strategy, complete_task_key
+from alto.cli.options import DEFAULT_MODEL, Overrides, Strategy, complete_task_key
 from alto.cli.output import print_json
 from alto.errors import SpecError
 from alto.importing import ImportedFile, NoteKind, import_file, imported_task
@@ -79,9 +79,6 @@ def _facts(found: TaskPlan, price_per_hour: float | None) -> dict[str, object]:
     if price_per_hour is not None:
         facts["cost"], facts["expected_cost"] = found.cost(price_per_hour)
     return facts
-
-
-DEFAULT_MODEL = "alto-tiny"
 
 
 def preview(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from alto.service.store import Store
     from alto.service.store.tables import KeyRow
 
-keys = typer.Typer(name="keys", help="Keys of a service's users.", no_args_is_help=True)
+keys = typer.Typer(name="keys", help="Keys of a service's users.", no_args_is_help=True, add_completion=False)
 
 SettingsFile = Annotated[
     str | None, typer.Option("--settings", metavar="FILE", help="YAML file of settings (docs/service.md).")

@@ -16,6 +16,7 @@ from alto.data.encode import encode_prompt
 from alto.data.messages import Conversation, LabelledText, Message, Pair, Row
 from alto.data.preview import preview_rows
 from alto.data.reading import CachedRows, HeldoutRows, read_heldout_rows, read_task_rows
+from alto.data.survey import survey_rows
 from alto.data.task_data import EvaluationSplit, TaskData
 from alto.data.template import ChatTemplate
 from alto.data.tokenize import Encoding, TaskRows, tokenize
@@ -53,5 +54,6 @@ __all__ = [
     "running_digests",
     "share_rows",
     "split_into_micro_batches",
+    "survey_rows",
     "tokenize",
 ]

@@ -116,6 +116,23 @@ def find_labels(values: Sequence[object], keys: DataKeys, allowed: Sequence[Prob
     )
 
 
+def methods_of_labels(values: Sequence[object]) -> tuple[str, ...]:
+    """Return the methods that can learn labels such as ``values``, the more likely one first.
+
+    Names are classes, and fractions are numbers to predict. Whole numbers can be both; they are more likely classes if
+    they count from 0.
+    """
+    present = [value for value in values if not _is_missing(value)]
+    items = [item for value in present for item in (value if isinstance(value, list) else [value])]
+    numbers = [number for item in items if (number := _number(item)) is not None]
+    if not numbers or len(numbers) < len(items):
+        return ("classification",) if present else ()
+    if not all(number.is_integer() for number in map(float, numbers)):
+        return ("regression",)
+    both = ("classification", "regression")
+    return both if min(numbers) == 0 else both[::-1]
+
+
 def _problem_type(present: Sequence[object], allowed: Sequence[ProblemType]) -> ProblemType:
     if len(allowed) == 1:
         return allowed[0]

@@ -5,6 +5,7 @@ A record states what happened or what was decided; it has no behaviour beyond de
 
 from alto.records.data import (
     DataPreview,
+    DataSurvey,
     LabelSet,
     ModelLimits,
     PreviewExample,
@@ -81,6 +82,7 @@ __all__ = [
     "AdapterEvaluation",
     "Candidate",
     "DataPreview",
+    "DataSurvey",
     "Demand",
     "Evaluation",
     "EvaluationResult",

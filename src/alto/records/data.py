@@ -105,3 +105,21 @@ class DataPreview:
     notes: tuple[str, ...]
     examples: tuple[PreviewExample, ...]
     num_read: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSurvey:
+    """A summary of a dataset for which there is no task yet.
+
+    Attributes:
+        num_rows: Number of rows to train and validate on.
+        columns: Names of the columns of the first row that can be read.
+        methods: ALTO's methods that learn from such rows, the most likely first; each with the form and the columns
+            that it reads.
+        has_validation: Whether the dataset has a validation split of its own.
+    """
+
+    num_rows: int
+    columns: tuple[str, ...]
+    methods: Mapping[str, str]
+    has_validation: bool

@@ -1,0 +1,345 @@
+"""``alto init``: a first task file for a dataset and a base model."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
+
+import typer
+
+from alto.base import replace_file
+from alto.cli.options import DEFAULT_MODEL, complete_task_key
+from alto.errors import SpecError
+from alto.spec import (
+    JOB_ALIASES,
+    TASK_ALIASES,
+    JobConfig,
+    Task,
+    build_task,
+    default_name,
+    find_method,
+    overridden,
+    read_yaml,
+    usual_learning_rate,
+    write_yaml,
+)
+
+if TYPE_CHECKING:
+    from alto.records import DataPreview, DataSurvey
+
+GoalName: TypeAlias = Literal["reply", "prefer", "rate", "classify", "score"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """An aim of training in plain words.
+
+    Attributes:
+        meaning: Completes "The model learns to …".
+        roles: Roles of the columns that its rows need.
+    """
+
+    method: str
+    meaning: str
+    roles: tuple[str, ...]
+
+
+GOALS: Mapping[GoalName, Goal] = {
+    "reply": Goal(method="sft", meaning="reply as the rows do", roles=("prompt", "completion")),
+    "prefer": Goal(method="dpo", meaning="prefer the better of two replies", roles=("prompt", "chosen", "rejected")),
+    "rate": Goal(
+        method="kto",
+        meaning="give replies like those marked good, not like those marked bad",
+        roles=("prompt", "completion", "label"),
+    ),
+    "classify": Goal(method="classification", meaning="sort texts into classes", roles=("text", "label")),
+    "score": Goal(method="regression", meaning="predict numbers from texts", roles=("text", "label")),
+}
+
+_COMMENTS: Mapping[str, str] = {
+    "name": "names the folder of a run: runs/{name}-<date>",
+    "model": "the frozen base model: a Hugging Face id, a local folder, or alto-tiny",
+    "columns": "which column of the dataset has which role",
+    "validation_dataset": "never trained on; all configurations are compared on these rows",
+    "num_train_epochs": "how often a configuration sees every row",
+    "lora_alpha": "strength of an adapter; 32 suits every rank below",
+    "beta": "how strongly an adapter is kept near the base model",
+    "learning_rate": "size of a step; the middle one is usual for this model and method",
+    "r": "rank: the size of an adapter",
+    "per_device_train_batch_size": "rows per training step",
+}
+_COLUMN = 38
+"""Column of the comments, if the line is not longer."""
+
+_TYPICAL_HIDDEN_SIZE = 2000
+_FEW_ROWS, _MANY_ROWS = 2_000, 20_000
+_LENGTHS = (1024, 2048, 4096)
+
+
+def init(
+    data: Annotated[
+        str | None, typer.Argument(metavar="DATA", help="The rows to learn from: a file, a hub dataset or a preset.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Base model: a hub id, a local folder, or alto-tiny.")
+    ] = None,
+    goal: Annotated[
+        GoalName | None,
+        typer.Option(
+            "--goal",
+            help="What the model should learn: reply as the rows do, prefer the better of two replies, rate replies "
+            "as good or bad, classify texts, or score them with numbers; by default what the columns suggest.",
+        ),
+    ] = None,
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="Task file to write.")] = Path("task.yaml"),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Write this key too, or instead: 'columns={prompt: request, completion: reply}'.",
+            autocompletion=complete_task_key,
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+) -> None:
+    """Look at DATA, and write a task file with comments for it: the method, a validation split, and a search space.
+
+    On a terminal, ask for what is not given. Nothing is downloaded, except rows of a hub dataset.
+    """
+    if to.exists() and not force:
+        raise SpecError(f"--to: expected a new file, found {to}. Name a different file, or replace it with --force.")
+    given = {_canonical(key): value for key, value in overridden({}, overrides or ()).items()}
+    data = data or _ask("Rows to learn from (a file, a hub dataset or a preset)", "DATA")
+    from alto.engine.survey import look_at, survey_data
+
+    names = {"dataset": data, "model": model or DEFAULT_MODEL}
+    survey = survey_data(Task(**_about_data(names | given)))
+    model = model or _ask("Base model (a hub id, a local folder, or alto-tiny)", "--model", DEFAULT_MODEL)
+    if not survey.methods and "columns" not in given and _can_ask():
+        typer.echo(f"The rows have the columns {', '.join(survey.columns)}.")
+        goal = goal or _ask_goal(get_args(GoalName))
+        roles = GOALS[goal].roles
+        given["columns"] = {role: _ask(f"Column with the {role}", "--set columns") for role in roles}
+        survey = survey_data(Task(**_about_data(names | given)))
+    method = given.get("method") or _method(survey, goal)
+    values = {**names, "model": model, "method": method, **given}
+    typer.echo(f"{data}: {survey.num_rows:,} rows, {_form(survey, values['method'])}")
+    values |= _validation(values, survey)
+    seen = look_at(build_task({"max_length": 2**20, **values}))
+    values |= {key: value for key, value in _defaults(values, survey, seen).items() if key not in values}
+    text = _text(_beside(to.parent, values), _facts(survey, values, seen))
+    task = Task(**{**read_yaml(text), **{key: values[key] for key in _PATHS if key in values}})
+    _write(to, text)
+    if seen is None:
+        typer.echo(f"The tokens of the rows are not counted: {model} is not on this machine; alto plan downloads it.")
+    jobs = f"{len(task.jobs)} {'configuration' if len(task.jobs) == 1 else 'configurations'}"
+    file = shlex.quote(str(to))
+    typer.echo(f"{to}: {jobs} of method {task.method} on {task.model}. Next:")
+    typer.echo(f"  alto plan {file}    # memory and time; trains nothing\n  alto tune {file}    # trains")
+
+
+def _canonical(key: str) -> str:
+    return TASK_ALIASES.get(key, JOB_ALIASES.get(key, key))
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty()
+
+
+def _ask(question: str, parameter: str, default: str | None = None) -> str:
+    """Ask for a parameter that was not given.
+
+    Raises:
+        typer.BadParameter: The standard input is not a terminal.
+    """
+    if not _can_ask():
+        raise typer.BadParameter(
+            "expected a value, found none, and no terminal to ask for it; give it on the command line",
+            param_hint=parameter,
+        )
+    answer: str = typer.prompt(question, default=default)
+    return answer.strip()
+
+
+def _ask_goal(names: Sequence[GoalName]) -> GoalName:
+    typer.echo("What should the model learn?")
+    for name in names:
+        typer.echo(f"  {name:9} to {GOALS[name].meaning}")
+    while (answer := _ask("Goal", "--goal", names[0])) not in names:
+        typer.echo(f"Expected one of {', '.join(names)}, found {answer}.")
+    return next(name for name in names if name == answer)
+
+
+def _method(survey: DataSurvey, goal: GoalName | None) -> str:
+    """Return the method for the goal; without a goal, ask if several methods fit, or else take the likeliest."""
+    if goal is None:
+        fitting = [name for method in survey.methods for name in GOALS if GOALS[name].method == method]
+        if not fitting:
+            return "sft"  # the error about its columns lists all forms
+        goal = _ask_goal(fitting) if len(fitting) > 1 and _can_ask() else fitting[0]
+        if len(fitting) > 1:
+            typer.echo(
+                f"goal: {goal}; the columns also fit --goal {' or '.join(name for name in fitting if name != goal)}"
+            )
+    return GOALS[goal].method
+
+
+def _about_data(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that decide how rows are read, for a task of the default method."""
+    return {key: values[key] for key in ("dataset", "model", "columns", "dataset_format") if key in values}
+
+
+def _form(survey: DataSurvey, method: str) -> str:
+    return survey.methods.get(method) or f"columns {', '.join(survey.columns)}"
+
+
+# The values.
+
+_SPLIT_NAMES = ("validation", "valid", "val", "dev")
+
+
+def _validation(values: Mapping[str, Any], survey: DataSurvey) -> dict[str, Any]:
+    """Return the rows to validate on: a file beside the training file, the dataset's own split, or a share of it."""
+    if survey.has_validation or {"validation_dataset", "validation_split"} & values.keys():
+        return {}
+    file = Path(values["dataset"]).expanduser()
+    stem, dot, endings = file.name.partition(".")
+    if stem.lower() in ("train", "training") and file.is_file():
+        for name in _SPLIT_NAMES:
+            if (other := file.with_name(f"{name}{dot}{endings}")).is_file():
+                return {"validation_dataset": str(other)}
+    # Few rows compare configurations by chance, and thousands add nothing.
+    wanted = min(max(survey.num_rows / 10, 50), 1000)
+    return {"validation_split": float(f"{min(wanted / max(survey.num_rows, 1), 0.25):.2g}")}
+
+
+def _defaults(values: Mapping[str, Any], survey: DataSurvey, seen: tuple[DataPreview, int] | None) -> dict[str, Any]:
+    """Return what else a first task sets, in the order of the file."""
+    compares = find_method(values["method"]).compares_replies
+    usual = usual_learning_rate(_TYPICAL_HIDDEN_SIZE if seen is None else seen[1], compares_replies=compares)
+    longest = 0 if seen is None else seen[0].row_tokens[2]
+    num_epochs = 3 if survey.num_rows < _FEW_ROWS and not compares else 1 if survey.num_rows >= _MANY_ROWS else 2
+    space = {
+        "learning_rate": [float(f"{factor * usual:.1e}") for factor in (1 / 3, 1, 3)],
+        "r": [8, 32],
+        "per_device_train_batch_size": [2, 8] if survey.num_rows < _FEW_ROWS else [4, 16],
+    }
+    return {
+        "name": default_name(values["dataset"]),
+        "max_length": next((length for length in _LENGTHS if longest <= length), _LENGTHS[-1]),
+        "num_train_epochs": num_epochs,
+        "lora_alpha": 32,
+        **({"beta": 0.1} if "beta" in find_method(values["method"]).fields else {}),
+        "search_space": {key: value for key, value in space.items() if key not in values},
+    }
+
+
+def _facts(survey: DataSurvey, values: Mapping[str, Any], seen: tuple[DataPreview, int] | None) -> dict[str, str]:
+    """Return comments that say what was found."""
+    share = values.get("validation_split")
+    set_aside = "" if share is None else f" ({max(1, round(share * survey.num_rows)):,} rows)"
+    lengths = ""
+    if seen is not None:
+        least, median, most = seen[0].row_tokens
+        lengths = f"; these have {least:,} to {most:,} tokens, half of them at most {median:,.0f}"
+    return {
+        "method": f"learns to {_meaning(values['method'])}",
+        "dataset": f"{survey.num_rows:,} rows, {_form(survey, values['method'])}",
+        "validation_split": f"share{set_aside} never trained on; all configurations are compared on it",
+        "max_length": f"longer rows are cut{lengths}",
+    }
+
+
+def _meaning(method: str) -> str:
+    others = {"orpo": "prefer", "cpo": "prefer", "grpo": "reply"}
+    return next(goal.meaning for name, goal in GOALS.items() if goal.method == method or others.get(method) == name)
+
+
+# The file.
+
+_PATHS = ("model", "dataset", "validation_dataset", "test_dataset")
+_GROUPS = (("name", "model", "method"), ("dataset", "columns", "validation_dataset", "validation_split", "max_length"))
+
+
+def _beside(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with paths as they are written into a file in ``folder``."""
+    root = folder.resolve()
+    found = dict(values)
+    for key in _PATHS:
+        path = Path(str(values.get(key) or "")).expanduser()
+        is_there = path.is_dir() if key == "model" else path.is_file()
+        if not values.get(key) or not is_there:
+            continue
+        path = path.resolve()
+        inside = path.is_relative_to(root)
+        written = path.relative_to(root).as_posix() if inside else str(path)
+        found[key] = f"./{written}" if inside and key == "model" else written
+    return found
+
+
+def _text(values: Mapping[str, Any], facts: Mapping[str, str]) -> str:
+    """Return the text of the task file."""
+    grouped = {key for group in _GROUPS for key in group}
+    groups = [*_GROUPS, [key for key in values if key not in grouped and key != "search_space"]]
+    blocks = ["# A task for ALTO, written by alto init. Every key may be changed; docs/reference.md explains all keys."]
+    comments = {**{key: text.format(**values) for key, text in _COMMENTS.items()}, **facts}
+    for group in groups:
+        lines = [_line(key, values[key], comments) for key in group if key in values]
+        blocks.append("\n".join(lines))
+    space = values["search_space"]
+    if isinstance(space, Mapping):
+        counts = [len(value) for value in space.values() if isinstance(value, list)]
+        product = f": {' x '.join(map(str, counts))}" if len(counts) == len(space) > 1 else ""
+        comment = f"every combination is a configuration{product}"
+        lines = [_commented("search_space:", comment), *(_line(key, space[key], comments, "  ") for key in space)]
+        blocks.append("\n".join(lines))
+    else:
+        blocks.append(_line("search_space", space, comments))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _line(key: str, value: object, comments: Mapping[str, str], indent: str = "") -> str:
+    written = write_yaml({key: value}).rstrip("\n")
+    if "\n" in written:
+        written = f"{key}: {_flow(value)}"
+    return _commented(indent + written, comments.get(key) or _description(key))
+
+
+def _flow(value: object) -> str:
+    """Return ``value`` on one line; rates are written as people do: 3.0e-4."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_flow, value))}]"
+    if isinstance(value, float) and 0 < value < 1:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}" if float(f"{value:.1e}") == value else repr(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _commented(written: str, comment: str) -> str:
+    return f"{written:{_COLUMN}}  # {comment}"
+
+
+def _description(key: str) -> str:
+    fields = {**Task.model_fields, **JobConfig.model_fields}
+    return (fields[key].description if key in fields else None) or "see docs/reference.md"
+
+
+def _write(file: Path, text: str) -> None:
+    """Write the file completely or not at all.
+
+    Raises:
+        SpecError: It cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, text)
+    except OSError as error:
+        raise SpecError(
+            f"--to: expected a file that can be written, found {file}: {error}. Name a different file."
+        ) from None

@@ -1,0 +1,39 @@
+"""Looks at data and a model for which there is no task yet."""
+
+from __future__ import annotations
+
+from alto.backbone import load_config, model_folder
+from alto.data import HeadStore, read_task_rows, survey_rows
+from alto.engine.start import preview_task
+from alto.errors import ModelNotFoundError
+from alto.records import DataPreview, DataSurvey
+from alto.spec import Task
+
+_NUM_READ = 500
+
+
+def survey_data(task: Task) -> DataSurvey:
+    """Find the methods that can learn from the dataset of ``task``; see :func:`alto.data.survey_rows`."""
+    return survey_rows(task)
+
+
+def look_at(task: Task) -> tuple[DataPreview, int] | None:
+    """Return the data of ``task`` as its model will see it, and the hidden size of the model.
+
+    If the model is not on this machine, nothing is downloaded: the rows are only read and checked, and the result is
+    None.
+
+    Raises:
+        ModelNotFoundError: There is no local folder of that name, or the name resembles a shipped model's.
+        ModelError, DataError: The model or the data cannot be used.
+    """
+    try:
+        model_folder(task.model, local_files_only=True)
+    except ModelNotFoundError:
+        raise
+    except (OSError, ValueError):  # not a hub id, or never downloaded
+        if task.model.startswith((".", "/", "~")):
+            load_config(task.base_model)  # raises an error that names the folder
+        read_task_rows(task, head=HeadStore(_NUM_READ))
+        return None
+    return preview_task(task, num_rows=0), load_config(task.base_model).get_text_config().hidden_size
