@@ -72,6 +72,8 @@ def test_a_missing_or_old_requirement_is_a_problem_with_a_command(monkeypatch: p
     assert f"problem: expected torch>=999, found version {torch.__version__}; pip install 'torch>=999'" in done.output
     assert "problem: expected absent-package>=2, found none; pip install 'absent-package>=2'" in done.output
     assert "numpy;" not in done.output
+    require(monkeypatch, ["absent-package>=2"], {"data": ["torch>=1"]})
+    assert facts_of()["extras"] == {"data": []}
     assert "everything" not in done.output
 
 

@@ -81,6 +81,11 @@ FORMS: dict[str, tuple[str, str, Make]] = {
     "labelled_messages": ("kto", ".jsonl", lambda n: {"messages": turns(n, reply(n)), "label": n % 3 > 0}),
     "classes": ("classification", ".csv", lambda n: {"text": f"Row {n} is fine.", "label": ("good", "bad")[n % 2]}),
     "numbered_classes": ("classification", ".csv", lambda n: {"sentence": f"Row {n}.", "label": n % 3}),
+    "classes_of_messages": (
+        "classification",
+        ".jsonl",
+        lambda n: {"messages": turns(n, reply(n)), "label": ("good", "bad")[n % 2]},
+    ),
     "two_texts": (
         "classification",
         ".tsv",

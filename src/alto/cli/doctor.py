@@ -199,7 +199,7 @@ def _lines(found: Diagnosis) -> Iterator[str]:
         yield f"{'extras:':{width}}{', '.join(installed) or 'none'}"
         yield "not installed:"
     for extra, missing in found.extras.items():
-        if missing:
+        if missing and extra != "dev":  # those who need it know it
             yield f'  {EXTRAS.get(extra, "")}: pip install "alto-lora[{extra}]" (needs {", ".join(missing)})'
     yield "" if found.problems else "everything that ALTO needs works"
     for problem in found.problems:
