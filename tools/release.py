@@ -34,10 +34,11 @@ DEFAULT_TORCH = "2.13.0"
 
 ALLOWED = re.compile(
     r"(the )?(mit|apache|bsd|isc|psf|python software foundation|mpl[- ]2|mozilla public license 2|unlicense|zlib|0bsd"
-    r"|hpnd|zpl|cc0|public domain|nvidia proprietary|licenseref-nvidia)",
+    r"|hpnd|zpl|cc0|cnri-python|bsl-1\.0|public domain|nvidia proprietary|licenseref-nvidia)",
     re.IGNORECASE,
 )
-"""Beginnings of licences that a dependency may have. NVIDIA's packages are those that PyTorch's CUDA build requires."""
+"""Beginnings of licences that a dependency may have: permissive ones (BSL-1.0 is Boost's), and Mozilla's. NVIDIA's
+packages are those that PyTorch's CUDA build requires."""
 
 
 def release_notes(changelog: str, version: str) -> str:

@@ -86,6 +86,16 @@ def test_extras_are_listed_with_what_they_are_for(monkeypatch: pytest.MonkeyPatc
     assert facts_of()["extras"] == {"data": [], "gguf": ["absent-package>=2"]}
 
 
+def test_extras_are_unknown_where_alto_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "metadata", fail)
+    found = facts_of()
+    assert found["facts"]["extras"].startswith("unknown, because ALTO runs from its source")
+    assert (found["extras"], found["problems"]) == ({}, [])
+
+
 def test_every_extra_has_a_use() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert set(doctor.EXTRAS) == set(settings["project"]["optional-dependencies"])
