@@ -12,6 +12,7 @@ BENCH_OUT ?= benchmarks/results
 
 BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
+SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 WORD_PROBLEMS := examples/data/word_problems/train.jsonl
 PREFERENCES := examples/data/preferences/train.jsonl
 
@@ -51,12 +52,13 @@ durations: $(VENV)/.dev ## Set up, then run the tests of test-all, and write the
 	$(PYTEST) --all --write-durations
 
 .PHONY: lint
-lint: $(VENV)/.dev ## Set up, then check style, docstrings, types and allowed imports
+lint: $(VENV)/.dev ## Set up, then check style, docstrings, types, allowed imports and links between pages
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python -m tools.check_docstrings
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(SITE)
 
 .PHONY: format
 format: $(VENV)/.dev ## Format the code
@@ -76,6 +78,10 @@ docs: $(VENV)/.dev ## Write the generated pages and parts anew: most of docs/*.m
 .PHONY: pictures
 pictures: $(VENV)/.dev ## Make the pictures of README.md anew, from a run of the quickstart and a service (needs chromium)
 	$(BIN)/python -m tools.make_pictures
+
+.PHONY: site
+site: $(VENV)/.dev ## Set up, then write the documentation as a site to site/; a link that leads nowhere is an error
+	$(SITE)
 
 .PHONY: bench-smoke
 bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest scale
@@ -131,7 +137,7 @@ release: $(VENV)/.release ## Set up, then build the archives and check them as a
 
 .PHONY: clean
 clean: ## Delete .venv, caches, build products, made models and generated data; runs/ stays
-	rm -rf .venv .venv-servers build dist examples/data .models
+	rm -rf .venv .venv-servers build dist site examples/data .models
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -51,15 +52,22 @@ def test_every_table_quotes_messages() -> None:
     assert len(quoted_messages()) == num_rows
 
 
+def pages() -> Iterator[Path]:
+    """Yield all pages that link to each other."""
+    yield from (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
+    yield from (ROOT / "docs").glob("*.md")
+    yield from (ROOT / "examples" / "recipes").glob("*/README.md")
+
+
 def test_every_link_leads_somewhere() -> None:
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in pages():
         for target in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if target and "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_every_anchor_is_a_heading() -> None:
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in pages():
         for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
             if "://" in target:
                 continue
