@@ -182,7 +182,8 @@ def test_the_queue_runs_its_tasks_on_two_machines_of_ray(clone: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (queue,) = clone.glob("runs/queue-*")
     events = [json.loads(line) for line in (queue / "journal.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert len({event["node"] for event in events if "node" in event}) == 2
+    (started,) = [event for event in events if event["event"] == "queue_started"]
+    assert [len(node["gpus"]) for node in started["nodes"] if node["gpus"]] == [1, 1]
     assert len(list(clone.glob(BEST[1]))) == 3
 
 
@@ -194,6 +195,7 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow("queues")
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT and transformers
 def test_the_service_tunes_a_model_and_its_adapter_answers(
     address: str, clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,7 +212,5 @@ def test_the_service_tunes_a_model_and_its_adapter_answers(
     module.main()
     printed = capsys.readouterr().out
     assert "tuned: ft:alto-tiny:default:ferry:" in printed
-    question, answer = printed.splitlines()[-2:]
-    assert question == module.QUESTION
-    assert answer.strip()
+    assert printed.partition(f"{module.QUESTION}\n")[2].strip(), "an answer, of any number of lines"
     assert (clone / "ferry-adapter" / "adapter_model.safetensors").is_file()

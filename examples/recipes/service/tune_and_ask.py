@@ -22,7 +22,7 @@ QUESTION = "How long does the ferry from Askvik to Bruhamn take?"
 
 def tune(client: openai.OpenAI, rows: Path, model: str, max_steps: int) -> str:
     """Return the name of the tuned model, when it is ready; prints the events of the job."""
-    file = client.files.create(file=rows.open("rb"), purpose="fine-tune")
+    file = client.files.create(file=rows, purpose="fine-tune")
     hyperparameters = {"learning_rate": [3e-4, 1e-3], "r": 16, "max_steps": max_steps}  # two configurations
     job = client.fine_tuning.jobs.create(
         model=model,
@@ -75,17 +75,17 @@ def main() -> None:
     parser.add_argument("--question", default=QUESTION)
     parser.add_argument("--output", type=Path, default=Path("ferry-adapter"), help="folder for the adapter")
     options = parser.parse_args()
-    client = openai.OpenAI(base_url=f"{options.url}/v1", api_key=options.key)
-    model = tune(client, options.rows, options.model, options.max_steps)
-    print(f"tuned: {model}")
-    try:
+    with openai.OpenAI(base_url=f"{options.url}/v1", api_key=options.key) as client:
+        model = tune(client, options.rows, options.model, options.max_steps)
+        print(f"tuned: {model}")
         turns = [{"role": "user", "content": options.question}]
-        answer = client.chat.completions.create(model=model, messages=turns).choices[0].message.content
-    except openai.BadRequestError as error:
-        if error.code != "no_serving":
-            raise
-        download(options.url, options.key, model, options.output)
-        answer = ask_here(options.output, options.base, options.question)
+        try:
+            answer = client.chat.completions.create(model=model, messages=turns).choices[0].message.content
+        except openai.BadRequestError as error:
+            if error.code != "no_serving":
+                raise
+            download(options.url, options.key, model, options.output)
+            answer = ask_here(options.output, options.base, options.question)
     print(f"{options.question}\n{answer}")
 
 
