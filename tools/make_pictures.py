@@ -30,7 +30,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-COLUMNS, LINES = 96, 34
+COLUMNS, LINES = 122, 34
 CELL_PX, LINE_PX = 8.4, 17
 FRAMES, FRAME_S, LAST_S = 14, 0.6, 6.0
 COLOURS = {
@@ -152,7 +152,7 @@ def _texts(frame: Sequence[Line]) -> Iterator[str]:
 
 def photograph(browser: Browser, address: str, path: Path) -> None:
     """Write a picture of the top of a page."""
-    page = browser.new_page(viewport={"width": 1280, "height": 860}, color_scheme="light")
+    page = browser.new_page(viewport={"width": 1280, "height": 1180}, color_scheme="light")
     page.goto(address)
     page.wait_for_load_state("networkidle")
     page.screenshot(path=path)

@@ -89,7 +89,7 @@ def test_if_speed_still_rises_at_the_largest_step_saturation_is_that_of_the_mode
         ]
 
     assert saturation(points(0.03)) == pytest.approx(19 * 0.04 / 1e-3, rel=0.01)
-    assert saturation(points(0.99)) == 4 * 400, "the model is not trusted further"
+    assert saturation(points(0.99)) == 4 * 800, "the model is not trusted further"
     assert saturation(points(0.0)) == 400, "the largest step is fast enough"
 
 

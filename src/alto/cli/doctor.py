@@ -29,6 +29,7 @@ EXTRAS: Mapping[str, str] = {
     "bench": "the benchmarks",
     "bnb": "quantised base models and 8-bit optimizers",
     "data": "Parquet files and datasets of the hub",
+    "docs": "this documentation as a site",
     "gguf": "GGUF files for llama.cpp and Ollama",
     "gpu": "Triton kernels on NVIDIA GPUs",
     "ray": "clusters of several machines",

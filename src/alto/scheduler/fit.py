@@ -105,7 +105,7 @@ def saturation(points: Sequence[ThroughputPoint]) -> int:
 
     Only steps of the fewest jobs are compared, because more jobs make a step of the same tokens slower. If speed still
     rises at the largest of them, return the tokens at which the fitted model reaches `SATURATED` of its highest speed,
-    but no more than four times as many.
+    but no more than four times the tokens of any measured step.
 
     Raises:
         ProfileError: There is no point.
@@ -119,7 +119,7 @@ def saturation(points: Sequence[ThroughputPoint]) -> int:
     if measured < largest or not fit.token_s:
         return measured
     of_model = SATURATED / (1.0 - SATURATED) * (fit.step_s + fit.job_s * fewest) / fit.token_s
-    return max(measured, min(math.ceil(of_model), _EXTRAPOLATED * largest))
+    return max(measured, min(math.ceil(of_model), _EXTRAPOLATED * max(point.num_tokens for point in points)))
 
 
 def _check_measured(points: Sequence[ThroughputPoint]) -> None:
