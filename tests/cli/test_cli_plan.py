@@ -122,12 +122,11 @@ def test_a_plan_says_what_of_the_data_nothing_reads(task_file: Path):
 
 
 def test_a_plan_says_why_there_is_one_slot(task_file: Path):
-    """By the measured steps, the device reaches its best speed with fewer tokens than one job has."""
+    """The device's best measured speed is at steps of 1,000 tokens."""
     one = ["plan", str(task_file), "--set", "per_device_train_batch_size=200"]
     shown = " ".join(CliRunner().invoke(app, one).output.split())
     assert "one slot: the smallest job alone has" in shown
-    (tokens,) = re.findall(r"([\d,]+) already reach the device's best speed", shown)
-    assert 1000 < int(tokens.replace(",", "")) <= 4000, "the largest measured step has 1,000 tokens"
+    assert "1,000 already reach the device's best speed" in shown
     [facts] = json.loads(CliRunner().invoke(app, [*one, "--json"]).output)["tasks"]
     assert facts["max_slots"] == 1
     assert facts["why_one_slot"].startswith("the smallest job alone has")

@@ -14,6 +14,8 @@ PACKAGE = Path(__file__).parents[2] / "src" / "alto"
 
 OTHER_MEANINGS: Mapping[str, set[str]] = {
     "cli/app.py": {"eval"},  # the command
+    "cli/init.py": {"train"},  # a split of the data
+    "cli/word_problems.py": {"train", "eval"},  # a split of the data, and a mode of parsing
     "cli/export.py": {"train"},  # commands of other tools
     "cli/simulate.py": {"planned"},  # a key of its JSON
     "data/source.py": {"train"},  # splits of datasets

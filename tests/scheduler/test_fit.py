@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from alto.errors import ProfileError
 from alto.records import MemoryPoint, ThroughputPoint
-from alto.scheduler import fit_memory, fit_throughput, max_tokens, saturation
+from alto.scheduler import fit_memory, fit_throughput, max_tokens, saturated_pass, saturation
 
 GRID = [(jobs, jobs * rows * 100) for jobs in (1, 2, 4) for rows in (1, 4, 16)]
 
@@ -81,16 +81,17 @@ def test_no_coefficient_of_time_is_negative(durations: list[float]) -> None:
     assert max(fit.step_s, fit.job_s, fit.token_s) > 0.0
 
 
-def test_if_speed_still_rises_at_the_largest_step_saturation_is_that_of_the_model() -> None:
+def test_if_speed_still_rises_at_the_largest_step_a_pass_is_as_large_as_the_model_says() -> None:
     def points(fixed_s: float) -> list[ThroughputPoint]:
         return [
             ThroughputPoint(num_jobs=jobs, num_tokens=tokens, duration_s=fixed_s + jobs * 0.01 + tokens * 1e-3)
             for jobs, tokens in ((1, 100), (2, 200), (1, 400), (8, 800))
         ]
 
-    assert saturation(points(0.03)) == pytest.approx(19 * 0.04 / 1e-3, rel=0.01)
-    assert saturation(points(0.99)) == 4 * 800, "the model is not trusted further"
-    assert saturation(points(0.0)) == 400, "the largest step is fast enough"
+    assert saturated_pass(points(0.03)) == pytest.approx(19 * 0.04 / 1e-3, rel=0.01)
+    assert saturated_pass(points(0.99)) == 4 * 800, "the model is not trusted further"
+    alike = [ThroughputPoint(num_jobs=1, num_tokens=tokens, duration_s=tokens * 1e-3) for tokens in (100, 400)]
+    assert saturated_pass(alike) == 100, "the smallest step is fast enough"
 
 
 def test_saturation_is_the_smallest_step_that_is_nearly_as_fast_as_any() -> None:

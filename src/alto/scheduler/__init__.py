@@ -10,7 +10,7 @@ from alto.scheduler.estimate import (
     forecast_last_jobs,
 )
 from alto.scheduler.fair_shares import ReceivedShare, TokenShares, jain_index, slot_shares, task_weights
-from alto.scheduler.fit import fit_memory, fit_throughput, max_tokens, saturation
+from alto.scheduler.fit import fit_memory, fit_throughput, max_tokens, saturated_pass, saturation
 from alto.scheduler.inter_task import (
     LIST_METHODS,
     METHODS,
@@ -61,6 +61,7 @@ __all__ = [
     "jain_index",
     "max_tokens",
     "plan_residents",
+    "saturated_pass",
     "saturation",
     "schedule_tasks",
     "slot_shares",

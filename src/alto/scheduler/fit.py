@@ -96,12 +96,24 @@ def fit_throughput(points: Sequence[ThroughputPoint]) -> ThroughputFit:
     )
 
 
+def saturation(points: Sequence[ThroughputPoint]) -> int:
+    """Return the fewest tokens of a measured step that reaches `SATURATED` of the best measured tokens per second.
+
+    Raises:
+        ProfileError: There is no point.
+    """
+    _check_measured(points)
+    rates = {point: point.num_tokens / point.duration_s for point in points}
+    best = max(rates.values())
+    return min(point.num_tokens for point, rate in rates.items() if rate >= SATURATED * best)
+
+
 _EXTRAPOLATED = 4
 """Largest number of tokens that the fitted model is trusted for, relative to the largest measured step."""
 
 
-def saturation(points: Sequence[ThroughputPoint]) -> int:
-    """Return the fewest tokens of a measured step that reaches `SATURATED` of the best measured tokens per second.
+def saturated_pass(points: Sequence[ThroughputPoint]) -> int:
+    """Return the tokens above which a larger micro-batch is not faster.
 
     Only steps of the fewest jobs are compared, because more jobs make a step of the same tokens slower. If speed still
     rises at the largest of them, return the tokens at which the fitted model reaches `SATURATED` of its highest speed,
@@ -112,14 +124,13 @@ def saturation(points: Sequence[ThroughputPoint]) -> int:
     """
     _check_measured(points)
     fewest = min(point.num_jobs for point in points)
-    rates = {point.num_tokens: point.num_tokens / point.duration_s for point in points if point.num_jobs == fewest}
-    best, largest = max(rates.values()), max(rates)
-    measured = min(num_tokens for num_tokens, rate in rates.items() if rate >= SATURATED * best)
-    fit = fit_throughput(points)
-    if measured < largest or not fit.token_s:
-        return measured
+    alike = [point for point in points if point.num_jobs == fewest]
+    measured, fit = saturation(alike), fit_throughput(points)
+    if measured < max(point.num_tokens for point in alike) or not fit.token_s:
+        return max(measured, saturation(points))
     of_model = SATURATED / (1.0 - SATURATED) * (fit.step_s + fit.job_s * fewest) / fit.token_s
-    return max(measured, min(math.ceil(of_model), _EXTRAPOLATED * max(point.num_tokens for point in points)))
+    most = _EXTRAPOLATED * max(point.num_tokens for point in points)
+    return max(measured, saturation(points), min(math.ceil(of_model), most))
 
 
 def _check_measured(points: Sequence[ThroughputPoint]) -> None:

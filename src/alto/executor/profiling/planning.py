@@ -32,7 +32,7 @@ from alto.scheduler import (
     estimate_duration_s,
     expected_duration_s,
     fitted_rungs,
-    saturation,
+    saturated_pass,
 )
 from alto.spec import Budget, Task
 
@@ -294,7 +294,7 @@ def _usual_tokens(device: torch.device, throughput: Throughput) -> int:
     """Return the tokens above which a larger micro-batch is not faster. On a CPU, measured steps may reach its full
     speed with fewer tokens; memory that brings no speed is left to other programs."""
     usual = USUAL_TOKENS_PER_PASS[device.type]
-    return min(usual, saturation(throughput.points)) if device.type == "cpu" else usual
+    return min(usual, saturated_pass(throughput.points)) if device.type == "cpu" else usual
 
 
 def check_budget(budget: Budget, shortest_s: float, num_gpus: int, *, is_rough: bool = False) -> None:
