@@ -145,19 +145,6 @@ class Rollouts:
         self._write(texts, jobs)
         return num_tokens + sum(len(_ids(text)) for text in texts)
 
-    def answer(self, jobs: Sequence[JobState], dataset: EncodedDataset, rows: Sequence[Sequence[int]]) -> list[Sampled]:
-        """Generate what :meth:`evaluate` scores.
-
-        Raises:
-            DeviceMemoryError: Memory is too small for a single completion.
-        """
-        sampled = [
-            Sampled.greedy(self._slot(job), dataset, of_job, _settings(job.config), self._passes.backbone)
-            for job, of_job in zip(jobs, rows, strict=True)
-        ]
-        self._write([text for of_job in sampled for text in of_job.texts], jobs)
-        return sampled
-
     def evaluate(
         self, jobs: Sequence[JobState], dataset: EncodedDataset, rows: Sequence[Sequence[int]]
     ) -> list[Evaluated]:
@@ -169,7 +156,11 @@ class Rollouts:
         Raises:
             RewardFailedError, DeviceMemoryError: See :meth:`of_step`.
         """
-        sampled = self.answer(jobs, dataset, rows)
+        sampled = [
+            Sampled.greedy(self._slot(job), dataset, of_job, _settings(job.config), self._passes.backbone)
+            for job, of_job in zip(jobs, rows, strict=True)
+        ]
+        self._write([text for of_job in sampled for text in of_job.texts], jobs)
         return [
             of_job.evaluated(self._scored(job.context, of_job, self._slot(job)), self._passes.backbone.tokenizer)
             for job, of_job in zip(jobs, sampled, strict=True)

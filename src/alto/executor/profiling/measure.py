@@ -198,7 +198,7 @@ def measure(
         is_warm = backbone.device.type == "cpu"
         with using_threads(fastest(threads).num_threads if threads else None):
             if entry.generates:
-                sample_token_s = _sample_token_s(trainer, chosen, len(rows.train), clock)
+                sample_token_s = _sample_token_s(trainer, chosen, len(rows.train), ranks, clock, is_warm=is_warm)
             else:
                 repeats_s = _timed(lambda: trainer.evaluate(evaluated), ranks, clock, is_warm=is_warm)
                 seconds = ranks.max(statistics.median(repeats_s))
@@ -319,7 +319,15 @@ _SAMPLED_TEXTS, _SAMPLED_TOKENS = 64, 16
 """Completions that are sampled to measure the time, of all jobs together, and tokens of each at most."""
 
 
-def _sample_token_s(trainer: Trainer, chosen: Sequence[JobState], num_rows: int, clock: Callable[[], float]) -> float:
+def _sample_token_s(
+    trainer: Trainer,
+    chosen: Sequence[JobState],
+    num_rows: int,
+    ranks: Ranks,
+    clock: Callable[[], float],
+    *,
+    is_warm: bool,
+) -> float:
     """Return the seconds of sampling per token of prompts and completions, with many completions at a time as in a
     step."""
     batch_size = max(1, min(_SAMPLED_TEXTS // len(chosen), chosen[0].config.sequences_per_step))
@@ -327,9 +335,9 @@ def _sample_token_s(trainer: Trainer, chosen: Sequence[JobState], num_rows: int,
         replace(job, slot=slot, planned=replace(job.planned, order=DataOrder(num_rows, batch_size, slot)))
         for slot, job in enumerate(chosen)
     ]
-    began = clock()
-    num_tokens = trainer.sample_rows(jobs, _SAMPLED_TOKENS)
-    return (clock() - began) / num_tokens
+    tokens: list[int] = []
+    repeats_s = _timed(lambda: tokens.append(trainer.sample_rows(jobs, _SAMPLED_TOKENS)), ranks, clock, is_warm=is_warm)
+    return statistics.median(repeats_s) / tokens[-1]
 
 
 def _timed(action: Callable[[], object], ranks: Ranks, clock: Callable[[], float], *, is_warm: bool) -> list[float]:

@@ -361,7 +361,7 @@ class StepTimes:
             durations = tuple(
                 replace(point, duration_s=point.duration_s * factor, spread=spread) for point in measured.durations
             )
-            corrected = {name: getattr(measured, name) * factor for name in ("eval_token_s", "sample_token_s")}
-            return replace(measured, durations=durations, **corrected).to_dict()
+            times = {name: getattr(measured, name) * factor for name in ("eval_token_s", "sample_token_s")}
+            return replace(measured, durations=durations, **times).to_dict()
 
         cache.revise("profiles", self._name, corrected)
