@@ -239,6 +239,7 @@ OTHERS: Mapping[str, Experiment] = {
         title="Reinforcement learning with rewards",
         topic="grpo",
         program="benchmarks.grpo:main",
+        drawing="benchmarks.grpo:draw_curve",
     ),
     "servers": Experiment(
         title="What ALTO exports, in the servers that people use",

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 from profiles import measured_at_once
-from services import local_plane, served
 from typer.testing import CliRunner
 
 from alto.cli import app
@@ -190,7 +189,10 @@ def test_the_queue_runs_its_tasks_on_two_machines_of_ray(clone: Path) -> None:
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     """The address of a service with real executors, but without a vLLM server."""
-    with served(tmp_path / "service", open_plane=local_plane(tmp_path / "service")) as found:
+    why = "needs the service extra and the openai client"
+    services = pytest.importorskip("services", reason=why, exc_type=ImportError)
+    root = tmp_path / "service"
+    with services.served(root, open_plane=services.local_plane(root)) as found:
         yield found.url
 
 

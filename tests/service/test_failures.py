@@ -36,7 +36,7 @@ def gate(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def service(tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(storing, "BUSY_S", 0.2)
+    monkeypatch.setattr(storing, "BUSY_S", 5.0)  # shorter than in use, longer than a busy machine stalls
     monkeypatch.setattr(coordinating, "_RETRY_S", 0.1)
     monkeypatch.setattr(coordinating, "LEASE_S", 1000.0)  # however busy the machine is
     root = tmp_path / "service"
@@ -178,7 +178,7 @@ def test_a_result_that_cannot_be_kept_is_kept_later_and_others_go_on(
         patch.setattr(artefacts, "write_folder", refuse_the_first)
         gate.touch()
         check_trained_once(service, client, create(service, client))
-        assert status(client, first) == "running", "it is postponed"
+        assert status(client, first) in ("queued", "running"), "it is postponed"
         messages = [event.message for event in client.fine_tuning.jobs.list_events(first, limit=100)]
         assert messages.count("The service cannot read or write the job's files; it tries again") == 1
         assert httpx2.get(f"{service.url}/readyz").status_code == 200, "the server is healthy"
