@@ -100,7 +100,8 @@ def draw_curve(found: Found, axes: Sequence[Axes]) -> None:
     axis.axhline(found.rows[-1]["reward"], color="black", linestyle="--", label="winner, test prompts")
     axis.set_xlabel("training step")
     axis.set_ylabel("mean reward")
-    axis.legend(fontsize=8, frameon=False)
+    axis.set_ylim(-0.02, 1.02)
+    axis.legend(fontsize=8, frameon=False, loc="upper left")
 
 
 def gate(before: float, after: float) -> list[str]:

@@ -18,6 +18,7 @@ from random import Random
 
 from alto import EarlyExit
 from alto.early_exit import (
+    LEAST_PAIRS,
     RecordedJob,
     Recording,
     Selection,
@@ -148,7 +149,7 @@ def outcome(name: str, recording: Recording, policy: str, ratio: float, seed: in
             num_rows=num_rows,
             row_cost=row_cost,
             every=0.05,
-            are_pairs=is_preference(recording),
+            least_rows=LEAST_PAIRS if is_preference(recording) else 0,
         )
     found = replayed(recording, settings, num_rows, row_cost, seed)
     total = found.training + found.evaluating

@@ -13,6 +13,7 @@ from alto.early_exit.evaluation_budget import (
     FEW_JOBS,
     FRACTION_AT_END,
     LEAST_LATE,
+    LEAST_PAIRS,
     LEAST_ROWS,
     LEAST_ROWS_OF_FEW,
     LEAST_ROWS_OF_MANY,
@@ -124,7 +125,7 @@ def test_a_rung_that_few_jobs_reach_compares_them_on_more_rows() -> None:
     assert rows_at_rungs(60) == [6, 6, 6, 6, 16, 16], "60, 10, 8, 5, 3 and 2 jobs reach them"
     assert rows_at_rungs(60, row_cost=0.4 / 1000) == [6, 6, 16, 16, 45, 64]
     assert rows_at_rungs(8, row_cost=0.4 / 1000) == [10, 15, 16, 16, 45, 64]
-    assert rows_at_rungs(60, are_pairs=True) == [32] * 6
+    assert rows_at_rungs(60, least_rows=LEAST_PAIRS) == [32] * 6
 
 
 def test_the_choice_of_rungs_with_the_least_time_is_kept() -> None:

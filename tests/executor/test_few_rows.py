@@ -222,6 +222,23 @@ def test_elsewhere_all_rows_are_evaluated_at_every_interval(changes: dict[str, o
 
 
 @pytest.mark.parametrize("changes", [{"method": "kto"}, {"metric": "reward_accuracy", "method": "dpo"}])
+@pytest.mark.parametrize("num_jobs", [2, 8, 24])
+def test_where_rows_cannot_be_compared_all_are_evaluated_but_not_where_no_job_can_end(
+    changes: dict[str, object], num_jobs: int
+) -> None:
+    space = {"lr": [1e-4 * (index + 1) for index in range(num_jobs)], "r": [4], "batch_size": [4]}
+    context = planned(**changes, search_space=space)
+    early_exit, policy = context.task.early_exit, context.policy
+    assert {rows for _, rows in early_exit.evaluations or ()} == {40}
+    assert policy.rungs, "a job ends"
+    assert policy.ending_rungs(num_jobs) == policy.rungs
+    assert context.evaluation_order == ()
+    assert not context.has_final_evaluations, "all evaluations were on all rows"
+    most = len(planned(**changes, search_space=space, early_exit={"evaluation_share": 1e-6}).jobs[0].evaluation_steps)
+    assert most <= len(context.jobs[0].evaluation_steps) < 20
+
+
+@pytest.mark.parametrize("changes", [{"method": "kto"}, {"metric": "reward_accuracy", "method": "dpo"}])
 def test_evaluations_on_some_rows_are_refused_where_they_cannot_be_compared(changes: dict[str, object]) -> None:
     early_exit = {"evaluations": [[1.0, 12]], "final_evaluations": [2, 12]}
     task = make(**settings_of(**changes, early_exit=early_exit))

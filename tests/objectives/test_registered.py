@@ -117,8 +117,7 @@ def test_its_evaluations_get_a_share_of_the_time_if_its_entry_says_so(install: I
     task_file = make_task(CONFIGS, method="simpo")
     data = TaskData(train=PAIRS.train, validation=make_pairs(200, seed=2))
     task = resolve_early_exit(task_file, data, begins=True)
-    assert (task.early_exit.evaluations is not None) == says_so
-    assert not says_so or min(rows for _, rows in task.early_exit.evaluations or ()) < 200
+    assert any(rows < 200 for _, rows in task.early_exit.evaluations or ()) == says_so
 
 
 def test_an_evaluation_on_some_pairs_keeps_the_loss_of_each(task: Task, tmp_path: Path) -> None:

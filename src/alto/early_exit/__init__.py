@@ -6,7 +6,7 @@ curves of a task without early exit, `replay` applies a policy to it, `audit` ch
 policy.
 """
 
-from alto.early_exit.evaluation_budget import budgeted
+from alto.early_exit.evaluation_budget import LEAST_PAIRS, budgeted
 from alto.early_exit.journal import audit, exits_of, selection_of
 from alto.early_exit.noise import choose, evaluation_order, interval_of, mean_loss, scores_of
 from alto.early_exit.patterns import (
@@ -28,6 +28,7 @@ from alto.records import ExitDecision, LossPoint
 from alto.spec import Rule
 
 __all__ = [
+    "LEAST_PAIRS",
     "Collapse",
     "Divergence",
     "Ema",

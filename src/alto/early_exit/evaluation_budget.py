@@ -44,7 +44,7 @@ def budgeted(
     num_rows: int,
     row_cost: float,
     every: float,
-    are_pairs: bool = False,
+    least_rows: int = 0,
     drops_rungs: bool = True,
 ) -> EarlyExit:
     """Return ``settings`` with the evaluations that fit into its ``evaluation_share`` of the training time.
@@ -62,6 +62,8 @@ def budgeted(
         steps: Steps of every job that reaches the first rung.
         row_cost: Time to evaluate one row, divided by the time to train one job to completion.
         every: Smallest fraction of a job's steps between two evaluations after the last rung.
+        least_rows: Minimum number of rows of any evaluation: :data:`LEAST_PAIRS` for pairs, and ``num_rows`` if
+            evaluations on some of the rows cannot be compared.
         drops_rungs: Whether to keep only the rungs with which training and evaluations take the least time.
     """
     total_share = settings.evaluation_share
@@ -70,8 +72,8 @@ def budgeted(
     share = total_share - share_at_end
 
     def affordable(time: float, least: int) -> int:
-        """Return how many rows can be evaluated in ``time``; at least ``least``, at most all."""
-        return min(max(math.floor(time / row_cost + 1e-9), LEAST_PAIRS if are_pairs else least), num_rows)
+        """Return how many rows can be evaluated in ``time``; at least ``least`` and ``least_rows``, at most all."""
+        return min(max(math.floor(time / row_cost + 1e-9), least, least_rows), num_rows)
 
     given = settings.selection_rungs if settings.select else ()
     places = [places_at(given, index, len(steps)) for index in range(len(given))]

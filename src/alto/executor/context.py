@@ -15,6 +15,7 @@ from alto.evaluation import Rewards
 from alto.executor.init_adapter import InitAdapter
 from alto.executor.planned_job import (
     PlannedJob,
+    has_comparable_rows,
     may_fit_rungs,
     plan_job,
     plan_jobs,
@@ -173,7 +174,7 @@ class TaskContext:
     @cached_property
     def evaluation_order(self) -> tuple[int, ...]:
         """The order in which validation rows are evaluated; empty if every evaluation is on all rows."""
-        if self.task.early_exit.evaluations is None:
+        if self.task.early_exit.evaluations is None or not has_comparable_rows(self.task):
             return ()
         return evaluation_order(len(self.data.validation), self.task.data_seed)
 

@@ -31,11 +31,11 @@ def evaluate_base(state: TrainingState, recorder: JournalRecorder) -> None:
     configs = [jobs[0].config for jobs in alike.values()]
     tested: list[Evaluated] = []
     evaluations, order = state.context.task.early_exit.evaluations, state.context.evaluation_order
-    rows = None if evaluations is None else order[: evaluations[0][1]]
+    rows = order[: evaluations[0][1]] if evaluations and order else None
     try:
         with beginning_with(state.context.start, state.context.backbone, state.slot_manager.bank.reinject) as within:
             measured = state.trainer.evaluate_base(state.context, configs, within=within, rows=rows)
-            if state.context.data.test is not None and evaluations is None:
+            if state.context.data.test is not None and not order:
                 tested = state.trainer.evaluate_base(state.context, configs, "test", within)
     except JobFailedError:
         return

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import router_coefficient
 from alto.data import DataOrder, MixtureOrder, TaskData
-from alto.early_exit import budgeted, evaluation_steps, policy_from
+from alto.early_exit import LEAST_PAIRS, budgeted, evaluation_steps, policy_from
 from alto.errors import SpecError
 from alto.lora import AdapterShape, adapter_shape, check_optimizer
 from alto.search import population_rungs
@@ -197,7 +197,8 @@ def resolve_early_exit(task: Task, data: TaskData, *, begins: bool, forward_shar
     resolved = resolve_rungs(task, len(data.train), begins=begins)
     if not begins:
         return resolved
-    if task.early_exit.evaluations is not None and not _has_comparable_rows(task):
+    evaluations, num_rows = task.early_exit.evaluations or (), len(data.validation)
+    if not has_comparable_rows(task) and any(rows < num_rows for _, rows in evaluations):
         methods = ", ".join(name for name in OWN_METHODS if find_method(name).entry.has_row_losses)
         raise SpecError(
             f"early_exit.evaluations: expected metric loss and one of the methods {methods}, whose losses on a part of "
@@ -218,8 +219,9 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool, forward_
     """
     early_exit = task.early_exit
     applies = early_exit.enabled and early_exit.policy == "alto" and early_exit.evaluation_share != "all"
-    if not applies or not _has_comparable_rows(task) or early_exit.evaluations is not None or not data.has_validation:
+    if not applies or early_exit.evaluations is not None or not data.has_validation:
         return task
+    least_rows = LEAST_PAIRS if find_method(task.method).entry.is_paired else 0
     num_rows, configs = len(data.train), [job.config for job in task.jobs]
     samples = statistics.fmean(config.samples_after(config.total_steps(num_rows), num_rows) for config in configs)
     validation_tokens = data.validation.num_tokens / len(data.validation)
@@ -231,14 +233,15 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool, forward_
         num_rows=len(data.validation),
         row_cost=forward_share * validation_tokens / job_tokens,
         every=task.eval_steps,
-        are_pairs=bool(find_method(task.method).entry.is_paired),
+        least_rows=least_rows if has_comparable_rows(task) else len(data.validation),
         drops_rungs=has_preset and task.search.algorithm != "pbt" and not has_scored_rungs,
     )
     return task.replace(early_exit=early_exit)
 
 
-def _has_comparable_rows(task: Task) -> bool:
-    """Return whether evaluations on some of the rows can be compared by their common rows."""
+def has_comparable_rows(task: Task) -> bool:
+    """Return whether evaluations on some of the rows can be compared by their common rows; if not, every evaluation is
+    on all rows."""
     return task.metric == LOSS and find_method(task.method).entry.has_row_losses
 
 

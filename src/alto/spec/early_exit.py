@@ -174,8 +174,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
         evaluation_share: Time for evaluations, as a share of the time for training (``alto`` only). It decides how many
             validation rows an evaluation uses, and how often jobs are evaluated after the last rung, at most at every
             ``eval_steps`` of the task; the best adapters are measured once more at the end. ``all`` evaluates on all
-            rows, at every ``eval_steps``. This always applies if ``metric`` is not the loss, and to all methods except
-            sft, dpo, orpo, cpo and those of packages with ``has_row_losses``.
+            rows, at every ``eval_steps``. If ``metric`` is not the loss, or if the method is not one of sft, dpo, orpo,
+            cpo and those of packages with ``has_row_losses``, evaluations are always on all rows, and the share only
+            decides how many there are.
         evaluations: ``(progress, rows)`` pairs with rising progress: the shares of its steps after which a job is
             evaluated, and the number of validation rows. None lets ``evaluation_share`` decide.
         final_evaluations: Number of best jobs that are measured once more at the end, and number of validation rows;
