@@ -99,6 +99,31 @@ def test_the_prompt_of_a_group_is_computed_once() -> None:
     assert max(shape[0] for shape in shapes if shape[1] == 1) == 16
 
 
+def test_texts_join_when_others_have_ended() -> None:
+    model, rows = make_model(), []
+    model.generation_config.eos_token_id = None
+    backbone = Backbone(model, TOKENIZER, "tiny")
+    budgets = [2, 3, 25, 1, 4, 3, 25, 2, 5, 1, 2, 25, 3, 4, 2, 1]
+    texts = [
+        Text(slot := index % 3, PROMPTS[index % 7], budget, SETTINGS[slot], uniform_numbers(budget, index))
+        for index, budget in enumerate(budgets)
+    ]
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    with loaded_adapters(backbone, [None] * 3, "tiny") as served:
+        rows.clear()
+        write(backbone, served, texts, batch_size=4)
+    hook.remove()
+    plain = make_model()
+    assert [text.tokens for text in texts] == [written_by_hand(plain, text) for text in texts]
+    lengths = [len(text.ids) for text in texts]
+    one_after_the_other = sum(max(lengths[start : start + 4]) for start in range(0, len(lengths), 4))
+    num_passes = sum(num_tokens == 1 for _, num_tokens in rows)
+    assert num_passes < 0.7 * one_after_the_other
+    assert max(num_rows for num_rows, _ in rows) <= 4
+
+
 def test_numbers_depend_on_their_seeds_alone() -> None:
     assert uniform_numbers(5, 1, 2, 3) == uniform_numbers(5, 1, 2, 3)
     assert uniform_numbers(3, 1, 2, 3) == uniform_numbers(5, 1, 2, 3)[:3]
