@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopKLogitsWarper, TopPLo
 from alto.backbone import Backbone
 from alto.evaluation import Sampling, Text, uniform_numbers, write
 from alto.evaluation.generate import NO_TOKEN
+from alto.evaluation.key_value_cache import RoomyLayer
 from alto.evaluation.target import loaded_adapters
 
 TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0)
@@ -122,6 +123,26 @@ def test_texts_join_when_others_have_ended() -> None:
     num_passes = sum(num_tokens == 1 for _, num_tokens in rows)
     assert num_passes < 0.7 * one_after_the_other
     assert max(num_rows for num_rows, _ in rows) <= 4
+
+
+def test_texts_that_end_in_the_pass_in_which_memory_runs_out_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, done, sizes = make_model(), list[int](), list[int]()
+    model.generation_config.eos_token_id = None
+    backbone, texts = Backbone(model, TOKENIZER, "tiny"), all_texts()
+    keep = RoomyLayer.keep
+
+    def refusing(layer: RoomyLayer, rows: torch.Tensor, num_tokens: int) -> None:
+        sizes.append(len(rows))
+        if len(sizes) == 20:
+            raise torch.OutOfMemoryError("no memory, as the test wants it")
+        keep(layer, rows, num_tokens)
+
+    monkeypatch.setattr(RoomyLayer, "keep", refusing)
+    with loaded_adapters(backbone, [None] * len(SETTINGS), "tiny") as served:
+        assert write(backbone, served, texts, batch_size=8, on_done=done.append) <= 4
+    plain = make_model()
+    assert [text.tokens for text in texts] == [written_by_hand(plain, text) for text in texts]
+    assert sum(done) == len(texts)
 
 
 def test_numbers_depend_on_their_seeds_alone() -> None:

@@ -315,7 +315,7 @@ def write(
                     f"{len(text.prompt)} tokens, found too little on {backbone.device}; free memory, evaluate fewer "
                     "adapters at a time, or lower max_new_tokens"
                 )
-            queue.halve()
+            on_done(queue.halve())
     return queue.batch_size
 
 
@@ -351,28 +351,35 @@ class _Queue:
         return not self.waiting and not self.running
 
     @property
-    def has_room(self) -> bool:
-        """Whether enough texts have ended for others to join: the prompts of several are computed together."""
-        return bool(self.waiting) and len(self.running) <= _REFILLED_AT * self.batch_size
+    def is_joined(self) -> bool:
+        """Whether other texts join now: half of the batch has ended, so that the prompts of many are computed together."""
+        return len(self.running) <= self.batch_size // 2 and self._num_joining > 0
+
+    @property
+    def _num_joining(self) -> int:
+        """Number of texts that there is room for. Texts with the same prompt join together, unless they are too many."""
+        most = count = min(len(self.waiting), self.batch_size - len(self.running))
+        while 0 < count < len(self.waiting) and _is_same_prompt(self.waiting[count - 1], self.waiting[count]):
+            count -= 1
+        return count if count or self.running else most
 
     def begin(self) -> list[Text]:
-        """Move as many texts as there is room for from ``waiting`` to ``running``, and return them sorted by slot."""
-        count = min(len(self.waiting), self.batch_size - len(self.running))
-        joining = sorted((self.waiting.popleft() for _ in range(count)), key=lambda text: text.slot)
+        """Move the texts that join from ``waiting`` to ``running``, and return them sorted by slot."""
+        joining = sorted((self.waiting.popleft() for _ in range(self._num_joining)), key=lambda text: text.slot)
         self.running = [*self.running, *joining]
         return joining
 
-    def halve(self) -> None:
-        """Halve the number of texts at a time; those that have not ended start again."""
+    def halve(self) -> int:
+        """Halve the number of texts at a time. Running texts start again, but for those that ended in the pass that
+        failed; return their number."""
+        left = [text for text in self.running if not text.is_finished]
+        num_ended = len(self.running) - len(left)
         self.batch_size = len(self.running) // 2
-        for text in self.running:
+        for text in left:
             text.start_again()
-        self.waiting.extendleft(reversed(self.running))
+        self.waiting.extendleft(reversed(left))
         self.running = []
-
-
-_REFILLED_AT = 0.75
-"""Share of a batch that is left when other texts join."""
+        return num_ended
 
 
 def _write(
@@ -387,7 +394,7 @@ def _write(
     while not queue.is_empty:
         if batch is None:
             batch = _Batch(backbone, adapters, queue.begin(), ends)
-        elif queue.has_room and batch.can_join:
+        elif queue.is_joined and batch.can_join:
             batch.join(_Batch(backbone, adapters, queue.begin(), ends))
         else:
             batch.step()
@@ -410,6 +417,7 @@ class _Batch:
     ) -> None:
         self._backbone, self._adapters, self._ends = backbone, adapters, ends
         self._cache = roomy_cache(backbone.model.config)
+        self._cache_setting = {cache_argument(backbone.model): self._cache}
         self.texts = list(texts)
         is_first = [not _is_same_prompt(before, text) for before, text in zip([None, *texts], texts, strict=False)]
         firsts = list(itertools.compress(texts, is_first))
@@ -472,7 +480,7 @@ class _Batch:
                 position_ids=positions_BT,
                 use_cache=True,
                 logits_to_keep=1,
-                **{cache_argument(self._backbone.model): self._cache},
+                **self._cache_setting,
             ).logits
         logits_BV = logits_B1V[:, -1]
         next_B = _next_tokens(logits_BV if len(rows) == len(logits_BV) else logits_BV[list(rows)], self.texts)

@@ -22,7 +22,7 @@ from alto.evaluation.generate import Prompt, Text, answers_of, check_prompts, co
 from alto.evaluation.loss import Choices, HeldoutPass, label_metrics, options_of
 from alto.evaluation.matching import Matching, matching_of
 from alto.evaluation.rewards import Completion, Rewards
-from alto.evaluation.scorers import Answer, OnTurn, Scorer, ScorerFailedError
+from alto.evaluation.scorers import Answer, OnTurn, ScorerFailedError
 from alto.evaluation.scoring import check_key_names, check_references, needed_of, scorable, scorer_of
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import BASE, loaded_adapters
@@ -33,8 +33,12 @@ from alto.records import GRADED_SCORERS, AdapterEvaluation, Evaluation, Evaluati
 from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Scoring, quantisation_keys
 
 
+_Scorer = Callable[[Sequence[Answer], OnTurn], Sequence[float | None]]
+"""A scorer, or rewards as a scorer; None means that an answer cannot be scored."""
+
+
 def predictions_of(
-    prompts: Sequence[Prompt], texts: Sequence[Text], tokenizer: Any, *, weights: str, scorer: Scorer | None
+    prompts: Sequence[Prompt], texts: Sequence[Text], tokenizer: Any, *, weights: str, scorer: _Scorer | None
 ) -> list[Prediction]:
     """Return a prediction for every prompt.
 
@@ -47,7 +51,7 @@ def predictions_of(
         ScorerFailedError: The scorer returns no scores.
     """
     answers = answers_of(prompts, texts, tokenizer)
-    scores = [None] * len(answers) if scorer is None else scorer(answers, lambda: None)
+    scores: Sequence[float | None] = [None] * len(answers) if scorer is None else scorer(answers, lambda: None)
     return [
         Prediction(
             weights=weights,
