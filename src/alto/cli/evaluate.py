@@ -54,8 +54,9 @@ def evaluate(
         str,
         typer.Option(
             "--metric",
-            help="auto (the rewards of the run if it has some; else depends on the rows and the run), loss, preference, or a scorer of answers: exact, contains, "
-            "numeric, exact_match, tool_call, format, similarity, multiple_choice, '{scorer: json, keys: [total]}', "
+            help="auto (the rewards of the run if it has some; else depends on the rows and the run), loss, "
+            "preference, or a scorer of answers: exact, contains, numeric, exact_match, tool_call, format, similarity, "
+            "multiple_choice, '{scorer: json, keys: [total]}', "
             "'{scorer: regex, pattern: …}'.",
         ),
     ] = "auto",
@@ -66,7 +67,8 @@ def evaluate(
         int | None,
         typer.Option(
             "--max-new-tokens",
-            help="Maximum number of tokens in an answer; by default 512, or for rewards the run's max_completion_length.",
+            help="Maximum number of tokens in an answer; by default 512, or for rewards the run's "
+            "max_completion_length.",
         ),
     ] = None,
     limit: Annotated[

@@ -109,8 +109,8 @@ def init(
         typer.Option(
             "--goal",
             help="What the model should learn: reply as the rows do, prefer the better of two replies, rate replies "
-            "as good or bad, give answers that earn a reward, classify texts, or score them with numbers; by default what "
-            "the columns suggest.",
+            "as good or bad, give answers that earn a reward, classify texts, or score them with numbers; by default "
+            "what the columns suggest.",
         ),
     ] = None,
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="Task file to write.")] = Path("task.yaml"),

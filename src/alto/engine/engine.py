@@ -282,8 +282,8 @@ class Engine:
             on_progress: Called with the name of the measurement, the number of finished rows and of all rows.
 
         Raises:
-            UntrustedCodeError: The task of a run asks for the base model's code, or its rewards run code or send rows to
-                a server, and the caller does not allow it.
+            UntrustedCodeError: The task of a run asks for the base model's code, or its rewards run code or send rows
+                to a server, and the caller does not allow it.
             RunNotFoundError: An adapter does not exist.
             UnsupportedError: An adapter is more than plain LoRA; or vLLM is requested and cannot serve.
             SpecError: The adapters have several base models, or different kinds of heads; or a setting is out of range.

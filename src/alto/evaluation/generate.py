@@ -352,12 +352,12 @@ class _Queue:
 
     @property
     def is_joined(self) -> bool:
-        """Whether other texts join now: half of the batch has ended, so that the prompts of many are computed together."""
+        """Whether other texts join now: half of the batch has ended, so the prompts of many are computed together."""
         return len(self.running) <= self.batch_size // 2 and self._num_joining > 0
 
     @property
     def _num_joining(self) -> int:
-        """Number of texts that there is room for. Texts with the same prompt join together, unless they are too many."""
+        """Number of texts that fit into the batch. Those with the same prompt join together, unless they are too many."""
         most = count = min(len(self.waiting), self.batch_size - len(self.running))
         while 0 < count < len(self.waiting) and _is_same_prompt(self.waiting[count - 1], self.waiting[count]):
             count -= 1

@@ -66,7 +66,7 @@ class RoomyLayer(DynamicLayer):
         self._set_length(num_tokens)
 
     def join(self, other: RoomyLayer, places_B: Tensor, num_tokens: int) -> None:
-        """Add the rows of ``other``, and keep the last ``num_tokens`` tokens of every row; shorter rows begin with zeros.
+        """Add the rows of ``other``, and keep the last ``num_tokens`` tokens of all rows; shorter ones begin with zeros.
 
         Args:
             places_B: The row that each row of this layer becomes, and then each row of ``other``.

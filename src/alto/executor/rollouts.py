@@ -231,7 +231,9 @@ class Rollouts:
             failures[job] = str(error.evidence["reward"])
             return []
 
-    def _unless_failed(self, jobs: Sequence[JobState], found: Mapping[JobState, _Found | str]) -> dict[JobState, _Found]:
+    def _unless_failed(
+        self, jobs: Sequence[JobState], found: Mapping[JobState, _Found | str]
+    ) -> dict[JobState, _Found]:
         """Return what was found for ``jobs``.
 
         Raises:

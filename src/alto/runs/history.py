@@ -66,8 +66,8 @@ class RunHistory(JournalFold):
         forecast: Measured memory, packing and duration; None if nothing was measured before the run began.
         pace: Samples trained per second over the last minutes, since the run began or was resumed.
         finalists: Scores of the finalists' answers, best by the metric first; empty if there are none.
-        measuring_failures: Why held-out rows could not be measured, by job (empty for the starting point) and split: the
-            evidence of the failure.
+        measuring_failures: Why held-out rows could not be measured, by job (empty for the starting point) and split:
+            the evidence of the failure.
         rung_scores: Scores of the jobs' answers at rungs, or why there are none, oldest first.
         scorer: Name of the scorer that scored the finalists or failed to, or ``eval_accuracy``; empty if there was
             none.

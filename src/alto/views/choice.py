@@ -17,8 +17,8 @@ _MAX_NAMES = 3
 def choice_notes(history: RunHistory) -> tuple[str, ...]:
     """Return notices about the winner of a finished run; empty if none applies.
 
-    They say whether its scorer or a measurement of held-out rows failed, which other jobs are within noise of it, why it
-    won although early exit had ended it as underperforming, and where a budget ended it.
+    They say whether its scorer or a measurement of held-out rows failed, which other jobs are within noise of it, why
+    it won although early exit had ended it as underperforming, and where a budget ended it.
     """
     winner = history.best
     if history.result is None or winner is None:
