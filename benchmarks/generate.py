@@ -110,7 +110,7 @@ def measure(case: Case, folder: Path, failures: list[str]) -> dict[str, Any]:
 
     def alto() -> Texts:
         with loaded_adapters(backbone, adapters, MODEL) as served:
-            return complete(
+            texts = complete(
                 backbone,
                 served,
                 prompts,
@@ -118,6 +118,7 @@ def measure(case: Case, folder: Path, failures: list[str]) -> dict[str, Any]:
                 batch_size=BATCH_SIZE,
                 on_done=lambda _: None,
             )
+            return [[text.tokens for text in of_adapter] for of_adapter in texts]
 
     ways: dict[str, Callable[[], Any]] = {
         "peft": lambda: peft.complete(prompts, case.max_new_tokens),

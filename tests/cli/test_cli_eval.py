@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typer.testing import CliRunner, Result
 import alto
 from alto.cli import app, main
 from alto.cli.evaluate import _progress
-from alto.errors import DataError, RunError
+from alto.errors import DataError, RunError, SpecError, UntrustedCodeError
 
 FAST = ("--max-new-tokens", "4")
 
@@ -342,3 +343,77 @@ def test_an_invalid_metrics_file_is_reported_before_a_model_is_loaded(
     done = invoke(run, *FAST)
     assert isinstance(done.exception, RunError)
     assert (run / "best" / "metrics.json").read_text(encoding="utf-8") == "[]"
+
+
+REWARDS = """
+def checksum(completion_ids, level, **_):
+    return [level * (sum(ids) % 13) for ids, level in zip(completion_ids, level)]
+"""
+
+
+@pytest.fixture(scope="module")
+def rewarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[alto.TaskResult]:
+    """A finished run that has learned from the rewards of a function, which reads a column and end tokens."""
+    folder = tmp_path_factory.mktemp("rewarded")
+    (folder / "checksum_rewards.py").write_text(REWARDS, encoding="utf-8")
+    for name, first in (("rows", 0), ("test", 50)):
+        rows = [{"prompt": f"{first + n} + 1?", "completion": str(n + 1), "level": 1 + n % 3} for n in range(12)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        task = alto.Task(
+            model="alto-tiny",
+            dataset=str(folder / "rows.jsonl"),
+            validation_split=0.25,
+            test_dataset=str(folder / "test.jsonl"),
+            method="grpo",
+            reward_funcs=["checksum_rewards:checksum"],
+            num_generations=4,
+            per_device_train_batch_size=8,
+            max_completion_length=7,
+            max_steps=3,
+            learning_rate=1e-2,
+            report_to="none",
+            max_slots=1,
+            max_tokens_per_step=500,
+            max_tokens_per_pass=500,
+            early_exit=False,
+        )
+        yield alto.Engine(output_dir=folder / "runs").tune(task)
+
+
+def test_a_run_that_learned_from_rewards_is_measured_by_them(rewarded: alto.TaskResult, tmp_path: Path) -> None:
+    path, run = tmp_path / "answers.jsonl", Path(rewarded.run_dir)
+    done = invoke(run, "--baseline", "--trust-remote-code", "--save-predictions", path)
+    assert done.exit_code == 0, (done.output, done.exception)
+    (base,) = [event["values"][0] for event in read_journal(run) if event["event"] == "base_evaluated"]
+    expected = [base["test_metrics"]["reward"], rewarded.test_metrics["reward"]]
+    assert expected[0] != expected[1]
+    of_base, own = evaluations(run / "best")
+    assert [of_base["reward"], own["reward"]] == pytest.approx(expected)
+    assert own["settings"]["max_new_tokens"] == 7
+    assert own["settings"]["rewards"] == [{"scorer": "python", "function": "checksum_rewards:checksum", "weight": 1.0}]
+    assert (own["loss"], own["score"], own["num_rows"]) == (None, None, 12)
+    assert f"{own['reward']:.4g}" in done.stdout
+    assert f"{own['reward']:.4g}" in (run / "report.html").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    scores = [line["predictions"]["best"]["score"] for line in lines]
+    assert sum(scores) / len(scores) == pytest.approx(own["reward"])
+
+
+def test_rewards_of_a_run_that_run_code_need_permission(rewarded: alto.TaskResult) -> None:
+    done = invoke(rewarded.run_dir)
+    assert isinstance(done.exception, UntrustedCodeError)
+    assert "reward_funcs: expected permission from you to call the Python function checksum_rewards" in str(
+        done.exception
+    )
+
+
+def test_a_metric_may_be_named_for_such_a_run(rewarded: alto.TaskResult) -> None:
+    done = invoke(rewarded.run_dir, "--metric", "exact", "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    found = json.loads(done.stdout)["adapters"][0]["evaluation"]
+    assert (found["scorer"], found["reward"], found["settings"]["max_new_tokens"]) == ("exact", None, 512)
+    refused = invoke(rewarded.run_dir, "--backend", "vllm")
+    assert isinstance(refused.exception, SpecError)
+    assert "backend: expected alto for the rewards of a run" in str(refused.exception)

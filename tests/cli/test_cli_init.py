@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 from alto.cli import app, init
 from alto.data.formats import _REQUIRED
-from alto.errors import BadRowsError, DataFileNotFoundError, DataFormatError, ModelNotFoundError, SpecError
+from alto.errors import BadRowsError, DataError, DataFileNotFoundError, DataFormatError, ModelNotFoundError, SpecError
 from alto.spec import Task, load_task
 
 ROOT = Path(__file__).parents[2]
@@ -252,6 +252,7 @@ def test_a_file_is_replaced_only_with_force(folder: Path) -> None:
     [
         (("absent.jsonl",), DataFileNotFoundError, "found nothing at absent.jsonl"),
         (("rows.jsonl", "--goal", "prefer"), DataFormatError, "expected preference pairs for method dpo"),
+        (("rows.jsonl", "--goal", "reward"), DataError, "without a prompt"),
         (("odd.csv",), DataFormatError, "name roles with columns"),
         (("bad.jsonl",), BadRowsError, "on_bad_row: skip"),
         (("rows.jsonl", "--model", "./absent"), ModelNotFoundError, "found no such folder"),
@@ -317,3 +318,34 @@ def test_a_local_model_is_written_as_a_path(folder: Path, model: Path) -> None:
     write(folder / "rows.jsonl", FORMS["text"][2])
     (folder / "base").symlink_to(model)
     assert made("rows.jsonl", "--model", "base").model == str(model)
+
+
+REPLIES: dict[str, Callable[[int], str]] = {
+    "numeric": str,
+    "json": lambda n: json.dumps({"sum": n, "is_even": n % 2 == 0}),
+    "tool_call": lambda n: json.dumps({"name": "add", "arguments": {"n": n}}),
+    "exact": lambda n: ("yes", "no, 3 of them")[n % 2],
+    "similarity": lambda n: f"It is {n}. " + "This is a long reply. " * (1 + n % 3),
+}
+"""Replies for which each scorer suits best."""
+
+
+@pytest.mark.parametrize("scorer", REPLIES)
+def test_a_task_that_learns_from_rewards_has_a_scorer_that_suits_the_replies(folder: Path, scorer: str) -> None:
+    write(folder / "rows.jsonl", lambda n: {"prompt": f"What is {n}?", "completion": REPLIES[scorer](n)})
+    task = made("rows.jsonl", "--model", "alto-tiny", "--goal", "reward")
+    assert (task.method, [reward.scorer for reward in task.reward_funcs]) == ("grpo", [scorer])
+    assert len(task.jobs) == 12
+    planned = invoke("plan", "task.yaml", "--json")
+    assert planned.exit_code == 0, (planned.output, planned.exception)
+    lines = [line for line in (folder / "task.yaml").read_text(encoding="utf-8").splitlines() if line]
+    assert len(lines) <= 20
+    assert all(re.search(r"# \w.{5}", line) for line in lines), lines
+    (comment,) = [line.partition("# ")[2] for line in lines if line.startswith("reward_funcs:")]
+    assert "reply" in comment
+
+
+def test_rewards_of_ones_own_are_kept(folder: Path) -> None:
+    write(folder / "rows.jsonl", FORMS["prompt_completion"][2])
+    task = made("rows.jsonl", "--model", "alto-tiny", "--set", "method=grpo", "--set", "reward_funcs=[contains]")
+    assert [reward.scorer for reward in task.reward_funcs] == ["contains"]

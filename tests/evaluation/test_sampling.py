@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopKLogitsWarper, TopPLo
 from alto.backbone import Backbone
 from alto.evaluation import Sampling, Text, uniform_numbers, write
 from alto.evaluation.generate import NO_TOKEN
+from alto.evaluation.key_value_cache import RoomyLayer
 from alto.evaluation.target import loaded_adapters
 
 TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0)
@@ -97,6 +98,51 @@ def test_the_prompt_of_a_group_is_computed_once() -> None:
     longest = max(map(len, PROMPTS[:2]))
     assert shapes[-len(shapes) :].count(torch.Size([2, longest])) == 1
     assert max(shape[0] for shape in shapes if shape[1] == 1) == 16
+
+
+def test_texts_join_when_others_have_ended() -> None:
+    model, rows = make_model(), []
+    model.generation_config.eos_token_id = None
+    backbone = Backbone(model, TOKENIZER, "tiny")
+    budgets = [2, 3, 25, 1, 4, 3, 25, 2, 5, 1, 2, 25, 3, 4, 2, 1]
+    texts = [
+        Text(slot := index % 3, PROMPTS[index % 7], budget, SETTINGS[slot], uniform_numbers(budget, index))
+        for index, budget in enumerate(budgets)
+    ]
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    with loaded_adapters(backbone, [None] * 3, "tiny") as served:
+        rows.clear()
+        write(backbone, served, texts, batch_size=4)
+    hook.remove()
+    plain = make_model()
+    assert [text.tokens for text in texts] == [written_by_hand(plain, text) for text in texts]
+    lengths = [len(text.ids) for text in texts]
+    one_after_the_other = sum(max(lengths[start : start + 4]) for start in range(0, len(lengths), 4))
+    num_passes = sum(num_tokens == 1 for _, num_tokens in rows)
+    assert num_passes < 0.7 * one_after_the_other
+    assert max(num_rows for num_rows, _ in rows) <= 4
+
+
+def test_texts_that_end_in_the_pass_in_which_memory_runs_out_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, done, sizes = make_model(), list[int](), list[int]()
+    model.generation_config.eos_token_id = None
+    backbone, texts = Backbone(model, TOKENIZER, "tiny"), all_texts()
+    keep = RoomyLayer.keep
+
+    def refusing(layer: RoomyLayer, rows: torch.Tensor, num_tokens: int) -> None:
+        sizes.append(len(rows))
+        if len(sizes) == 20:
+            raise torch.OutOfMemoryError("no memory, as the test wants it")
+        keep(layer, rows, num_tokens)
+
+    monkeypatch.setattr(RoomyLayer, "keep", refusing)
+    with loaded_adapters(backbone, [None] * len(SETTINGS), "tiny") as served:
+        assert write(backbone, served, texts, batch_size=8, on_done=done.append) <= 4
+    plain = make_model()
+    assert [text.tokens for text in texts] == [written_by_hand(plain, text) for text in texts]
+    assert sum(done) == len(texts)
 
 
 def test_numbers_depend_on_their_seeds_alone() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows
 from alto.early_exit import audit
 from alto.errors import DataError, NoResultError, SpecError, TaskInterruptedError, UntrustedCodeError
-from alto.evaluation import Text, generate
-from alto.executor import JobState, MicroBatches, TaskContext, initial_states, stages
-from alto.executor.rollouts import encoded, group_advantages
+from alto.evaluation import ScorerFailedError, Text, generate
+from alto.executor import JobState, MicroBatches, TaskContext, initial_states, rollouts, stages
+from alto.executor.rollouts import RewardFailedError, encoded, group_advantages
 from alto.objectives import token_losses
 from alto.runs import read_entries
 from alto.spec import JobConfig, Task
@@ -178,17 +180,89 @@ def test_without_dynamic_sampling_such_prompts_train_nothing() -> None:
     assert rollout.metrics["equal_groups"] == 1.0
 
 
+class Failing(GivenRewards):
+    """Rewards of one job, which fail in its given calls."""
+
+    def __init__(self, calls: list[int], number: int, fails_at: Collection[int] = ()) -> None:
+        self._calls, self._number, self._fails_at = calls, number, fails_at
+
+    def __call__(self, completions: Any, on_turn: Any) -> list[float]:
+        self._calls.append(self._number)
+        if self._calls.count(self._number) in self._fails_at:
+            raise ScorerFailedError(f"no reward of job {self._number}")
+        return super().__call__(completions, on_turn)
+
+
+def counting(bank: Bank, fails_at: Mapping[int, Collection[int]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have the rewards of jobs fail in the given calls; return the list of calls, by the jobs' numbers, with -1 for
+    every call that samples."""
+    calls: list[int] = []
+    for number, job in enumerate(bank.jobs):
+        job.context = replace(job.context, rewards=Failing(calls, number, fails_at.get(number, ())))
+    write = rollouts.write
+    monkeypatch.setattr(rollouts, "write", lambda *args, **settings: calls.append(-1) or write(*args, **settings))
+    return calls
+
+
+def failing(work: Callable[[Sequence[JobState]], object], bank: Bank) -> tuple[list[int], object]:
+    """Do the work of all jobs as an executor does, without those for which it fails; return these, and the result."""
+    left, failed = list(bank.jobs), []
+    while True:
+        try:
+            return failed, work(left)
+        except RewardFailedError as error:
+            assert f"no reward of job {error.slot}" in str(error.evidence["reward"])
+            failed.append(error.slot)
+            left = [job for job in left if job.slot != error.slot]
+
+
+def test_jobs_do_not_sample_again_when_the_rewards_of_others_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = bank_of(JOBS[:4])
+    calls = counting(bank, {0: [1], 2: [1]}, monkeypatch)
+    failed, found = failing(bank.trainer._rollouts.of_step, bank)
+    assert failed == [0, 2]
+    assert calls == [-1, 0, 1, 2, 3]
+    others = bank_of(JOBS[:4])
+    expected = others.trainer._rollouts.of_step(others.jobs)
+    for number in (1, 3):
+        mine, its = found[bank.jobs[number]], expected[others.jobs[number]]
+        assert all(map(torch.equal, mine.dataset.input_ids, its.dataset.input_ids))
+        assert mine.dataset.advantages == its.dataset.advantages
+
+
+def test_a_reward_that_fails_for_another_prompt_ends_only_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = bank_of([config | {"dynamic_sampling": 2} for config in JOBS[:2]])
+    calls = counting(bank, {1: [2]}, monkeypatch)
+    monkeypatch.setattr(rollouts, "are_equal", lambda group: True)
+    failed, _ = failing(bank.trainer._rollouts.of_step, bank)
+    assert failed == [1]
+    first, *drawn_again = [list(group) for is_sampled, group in groupby(calls, (-1).__ne__) if is_sampled]
+    assert first == [0, 1]
+    assert drawn_again == [[0, 0, 1], [0, 0]], "two groups of the first job, and the first of the other, which fails"
+
+
+def test_jobs_are_not_evaluated_again_when_the_rewards_of_others_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = bank_of(JOBS[:3])
+    calls = counting(bank, {1: [1, 2], 2: [2]}, monkeypatch)
+    failed, found = failing(lambda jobs: bank.trainer.evaluate(jobs), bank)
+    assert failed == [1]
+    assert calls == [-1, 0, 1, 2]
+    assert len(found) == 2
+    assert bank.trainer.evaluate(bank.jobs[:1]) == found[:1]
+    assert calls[4:] == [-1, 0], "a later evaluation is a new one"
+
+
 def test_a_batch_that_did_not_fit_into_memory_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     bank, sizes = bank_of(JOBS[:2]), []
-    written = generate._write
 
-    def short_of_memory(backbone: Backbone, adapters: Any, texts: list[Text], *rest: Any) -> None:
-        sizes.append(len(texts))
-        if len(texts) > 5:
-            raise torch.OutOfMemoryError("no memory, as the test wants it")
-        written(backbone, adapters, texts, *rest)
+    class ShortOfMemory(generate._Batch):
+        def __init__(self, backbone: Backbone, adapters: Any, texts: Sequence[Text], ends: Any) -> None:
+            sizes.append(len(texts))
+            if len(texts) > 5:
+                raise torch.OutOfMemoryError("no memory, as the test wants it")
+            super().__init__(backbone, adapters, texts, ends)
 
-    monkeypatch.setattr(generate, "_write", short_of_memory)
+    monkeypatch.setattr(generate, "_Batch", ShortOfMemory)
     bank.trainer._rollouts.sample(bank.jobs)
     assert sizes[:3] == [16, 8, 4]
     sizes.clear()
@@ -214,6 +288,11 @@ def tokens(completion_ids, **_):
     if any(len(ids) > 6 for ids in completion_ids):
         raise ValueError("too long")
     return [float(len(set(ids))) for ids in completion_ids]
+
+def untested(completion_ids, reference, **_):
+    if any(int(text) >= 100 for text in reference):
+        raise ValueError("a row of the test file")
+    return [sum(ids) % 13 / 13 for ids in completion_ids]
 
 def constant(completion_ids, **_):
     return [0.5 for ids in completion_ids]
@@ -379,6 +458,27 @@ def test_a_reward_that_fails_in_the_last_measurement_is_named(task: Any, tmp_pat
     assert "length_rewards:last: it raised ValueError: no more" in note
     assert "of the prompt '<|user|>What is" in note
     assert "so its earlier evaluation counts" in (Path(result.run_dir) / "report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize("early_exit", [{"enabled": False}, {"evaluations": [[1.0, 2]], "final_evaluations": [1, 5]}])
+def test_a_reward_that_fails_on_test_rows_is_named(early_exit: dict[str, Any], task: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {n} + 0?", "completion": str(n)} for n in (100, 200, 300)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    made = task(
+        reward_funcs=["length_rewards:untested"], test_dataset=str(tmp_path / "test.jsonl"), early_exit=early_exit
+    )
+    result = alto.Engine(output_dir=tmp_path / "runs").tune(made)
+    events = read_journal(result.run_dir)
+    failed = [event for event in events if event["event"] == "measurement_failed"]
+    assert {event["split"] for event in failed} == {"test"}
+    assert result.best_job in {event["job"] for event in failed}
+    assert ("" in {event["job"] for event in failed}) is ("enabled" in early_exit), "the base model is tested too"
+    assert [event for event in events if event["event"] == "base_evaluated"]
+    assert result.test_loss is None
+    (note,) = [note for note in result.notes if "test rows" in note]
+    assert note.startswith("The test rows could not be measured (a reward failed: length_rewards:untested: it raised")
+    assert f"{result.best_job}" in note
+    assert "The test rows could not be measured" in (Path(result.run_dir) / "report.html").read_text("utf-8")
 
 
 def test_if_all_rewards_fail_the_task_fails_and_names_the_function(task: Any, tmp_path: Path) -> None:

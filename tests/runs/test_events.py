@@ -375,6 +375,7 @@ def test_a_line_of_version_0_1_is_read_and_written_back() -> None:
         RungScored(rung=1, progress=0.2, scores=(SCORE,), scorer="python"),
         RungScored(rung=0, progress=0.1, scores=(), scorer="python", failure="score: row 1: it raised KeyError"),
         MeasurementFailed(job="job-000", evidence={"reward": "f: it raised KeyError"}),
+        MeasurementFailed(job="", evidence={"row_tokens": 4000}, split="test"),
     ],
 )
 def test_an_event_is_written_and_read_back(event: Any) -> None:
@@ -385,7 +386,7 @@ def test_an_event_is_written_and_read_back(event: Any) -> None:
     if isinstance(event, RungScored):
         assert history.rung_scores == [event]
     elif isinstance(event, MeasurementFailed):
-        assert history.measuring_failures == {event.job: event.evidence}
+        assert history.measuring_failures == {(event.job, event.split): event.evidence}
     else:
         assert (history.finalists, history.scorer, history.scorer_failure) == (
             event.scores,

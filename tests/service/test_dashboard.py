@@ -370,6 +370,20 @@ def test_texts_of_the_form_are_numbers_lists_and_ranges() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "grader"),
+    [
+        ("numeric", {"type": "numeric"}),
+        ("{type: numeric, tolerance: 0.5}", {"type": "numeric", "tolerance": 0.5}),
+        ('{"type": "json",\n "keys": ["a"]}', {"type": "json", "keys": ["a"]}),
+    ],
+)
+def test_a_grader_of_the_form_is_a_scorer_or_a_mapping(text: str, grader: dict[str, object]) -> None:
+    texts = FormTexts(model="alto-tiny", training_file="file-1", method="reinforcement", grader=text)
+    found = request_of(None, texts)  # type: ignore[arg-type]
+    assert JobRequest(**found).checked_grader() == grader
+
+
+@pytest.mark.parametrize(
     ("own", "param"),
     [
         ({"hyperparameters": {"r": "[8"}}, "r"),
@@ -379,6 +393,9 @@ def test_texts_of_the_form_are_numbers_lists_and_ranges() -> None:
         ({"extra": "just words"}, "extra"),
         ({"extra": "3: 4"}, "extra"),
         ({"hyperparameters": {"r": "8"}, "extra": "r: 16"}, "extra"),
+        ({"method": "reinforcement"}, "grader"),
+        ({"method": "reinforcement", "grader": "[1, 2"}, "grader"),
+        ({"method": "reinforcement", "grader": "7"}, "grader"),
     ],
 )
 def test_faults_of_the_form_name_their_field(own: dict[str, object], param: str) -> None:

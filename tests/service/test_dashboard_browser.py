@@ -148,6 +148,35 @@ def test_a_task_is_sent_by_the_form_and_its_curves_move(quick: Served, open_page
     assert page.locator(".kicker").inner_text() == "ALTO report"
 
 
+def test_a_task_that_learns_from_grades_is_sent_by_the_form(quick: Served, open_page: Opened, tmp_path: Path) -> None:
+    rows = tmp_path / "sums.jsonl"
+    turns = [{"role": "user", "content": "2 plus 2?"}, {"role": "assistant", "content": "4"}]
+    rows.write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    page = open_page(f"{quick.url}/new")
+    grader, beta = page.get_by_label("Grader"), page.get_by_label("Beta")
+    assert not grader.is_visible()
+    page.get_by_label("Method").select_option("dpo")
+    assert beta.is_visible()
+    page.get_by_label("Method").select_option("reinforcement")
+    assert grader.is_visible()
+    assert not beta.is_visible()
+    page.locator('[data-upload="training_file"]').set_input_files(rows)
+    until(page, "document.getElementById('grader-fault').textContent.includes('expected the name of a scorer')")
+    grader.fill("numerical")
+    until(page, "document.getElementById('grader-fault').textContent.includes(\"found 'numerical'\")")
+    grader.fill("{type: numeric, tolerance: 0.5}")
+    page.get_by_label("Learning rate").fill("1e-4, 3e-4")
+    page.get_by_label("Epochs").fill("1")
+    page.get_by_label("Further settings").fill("max_completion_length: 16")
+    until(page, "document.getElementById('preview-jobs').textContent === '2'")
+    assert page.locator("#grader-fault").inner_text() == ""
+    page.get_by_role("button", name="Start the task").click()
+    page.wait_for_url("**/tasks/ftjob-*")
+    task = row_of(quick, page.url.rpartition("/")[2]).task
+    assert (task["method"], task["reward_funcs"]) == ("grpo", [{"scorer": "numeric", "tolerance": 0.5}])
+    until(page, "document.getElementById('status').textContent.trim() === 'succeeded'")
+
+
 def test_commands_that_no_executor_has_answered_are_shown_as_asked(
     patient: Served, open_page: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:

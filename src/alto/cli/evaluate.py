@@ -54,8 +54,9 @@ def evaluate(
         str,
         typer.Option(
             "--metric",
-            help="auto (depends on the rows and the run), loss, preference, or a scorer of answers: exact, contains, "
-            "numeric, exact_match, tool_call, format, similarity, multiple_choice, '{scorer: json, keys: [total]}', "
+            help="auto (the rewards of the run if it has some; else depends on the rows and the run), loss, "
+            "preference, or a scorer of answers: exact, contains, numeric, exact_match, tool_call, format, similarity, "
+            "multiple_choice, '{scorer: json, keys: [total]}', "
             "'{scorer: regex, pattern: …}'.",
         ),
     ] = "auto",
@@ -63,8 +64,13 @@ def evaluate(
         int, typer.Option("--batch-size", help="Number of answers generated at a time, for all adapters together.")
     ] = 64,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", help="Maximum number of tokens in an answer.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            help="Maximum number of tokens in an answer; by default 512, or for rewards the run's "
+            "max_completion_length.",
+        ),
+    ] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", help="Number of rows to use, starting with the first; by default all.")
     ] = None,
@@ -251,6 +257,7 @@ def _show(number: float | None, form: str = ".4f") -> str:
 _COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
     ("loss", lambda found: _show(found.loss)),
     ("score", _show_score),
+    ("reward", lambda found: _show(found.reward, ".4g")),
     ("reward accuracy", lambda found: _show(found.reward_accuracy, ".1%")),
     ("reward margin", lambda found: _show(found.reward_margin)),
     ("accuracy", lambda found: _show(found.accuracy, ".1%")),

@@ -32,7 +32,7 @@ from alto.spec import (
 if TYPE_CHECKING:
     from alto.records import DataPreview, DataSurvey
 
-GoalName: TypeAlias = Literal["reply", "prefer", "rate", "classify", "score"]
+GoalName: TypeAlias = Literal["reply", "prefer", "rate", "reward", "classify", "score"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,11 @@ GOALS: Mapping[GoalName, Goal] = {
         meaning="give replies like those marked good, not like those marked bad",
         roles=("prompt", "completion", "label"),
     ),
+    "reward": Goal(
+        method="grpo",
+        meaning="give answers that earn a reward, by trying several",
+        roles=("prompt", "completion"),
+    ),
     "classify": Goal(method="classification", meaning="sort texts into classes", roles=("text", "label")),
     "score": Goal(method="regression", meaning="predict numbers from texts", roles=("text", "label")),
 }
@@ -72,7 +77,18 @@ _COMMENTS: Mapping[str, str] = {
     "learning_rate": "size of a step; the middle one is usual for this model and method",
     "r": "rank: the size of an adapter",
     "per_device_train_batch_size": "rows per training step",
+    "num_generations": "answers to each prompt, which are compared",
+    "max_completion_length": "tokens of an answer at most",
 }
+_REWARDS: Mapping[str, str] = {
+    "numeric": "1 if the last number of an answer is that of the row's reply, else 0",
+    "json": "1 if the JSON in an answer is that of the row's reply, else 0",
+    "tool_call": "1 if an answer calls the tools that the row's reply calls, else 0",
+    "exact": "1 if an answer is the row's reply, else 0",
+    "similarity": "from 0 to 1, how similar an answer is to the row's reply",
+}
+"""Comments on built-in scorers."""
+
 _COLUMN = 38
 """Column of the comments, if the line is not longer."""
 
@@ -93,7 +109,8 @@ def init(
         typer.Option(
             "--goal",
             help="What the model should learn: reply as the rows do, prefer the better of two replies, rate replies "
-            "as good or bad, classify texts, or score them with numbers; by default what the columns suggest.",
+            "as good or bad, give answers that earn a reward, classify texts, or score them with numbers; by default "
+            "what the columns suggest.",
         ),
     ] = None,
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="Task file to write.")] = Path("task.yaml"),
@@ -116,7 +133,7 @@ def init(
         raise SpecError(f"--to: expected a new file, found {to}. Name a different file, or replace it with --force.")
     given = {_canonical(key): value for key, value in overridden({}, overrides or ()).items()}
     data = data or _ask("Rows to learn from (a file, a hub dataset or a preset)", "DATA")
-    from alto.engine.survey import look_at, survey_data
+    from alto.engine.survey import fitting_reward, look_at, survey_data
 
     names = {"dataset": data, "model": model or DEFAULT_MODEL}
     survey = survey_data(Task(**_about_data(names | given)))
@@ -129,6 +146,8 @@ def init(
         survey = survey_data(Task(**_about_data(names | given)))
     method = given.get("method") or _method(survey, goal)
     values = {**names, "model": model, "method": method, **given}
+    if find_method(method).entry.generates and "reward_funcs" not in values:
+        values["reward_funcs"] = [fitting_reward(Task(**_about_data(values)))]
     typer.echo(f"{data}: {survey.num_rows:,} rows, {_form(survey, values['method'])}")
     values |= _validation(values, survey)
     seen = look_at(build_task({"max_length": 2**20, **values}))
@@ -196,7 +215,8 @@ def _about_data(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _form(survey: DataSurvey, method: str) -> str:
-    return survey.methods.get(method) or f"columns {', '.join(survey.columns)}"
+    form = survey.methods.get("sft" if find_method(method).entry.generates else method)
+    return form or f"columns {', '.join(survey.columns)}"
 
 
 # The values.
@@ -221,21 +241,27 @@ def _validation(values: Mapping[str, Any], survey: DataSurvey) -> dict[str, Any]
 
 def _defaults(values: Mapping[str, Any], survey: DataSurvey, seen: tuple[DataPreview, int] | None) -> dict[str, Any]:
     """Return what else a first task sets, in the order of the file."""
-    compares = find_method(values["method"]).compares_replies
+    method = find_method(values["method"])
+    compares, generates = method.compares_replies, method.entry.generates
     usual = usual_learning_rate(_TYPICAL_HIDDEN_SIZE if seen is None else seen[1], compares_replies=compares)
     longest = 0 if seen is None else seen[0].row_tokens[2]
+    last_length = max(_LENGTHS[-1], longest) if generates else _LENGTHS[-1]  # rewards compare with whole replies
     num_epochs = 3 if survey.num_rows < _FEW_ROWS and not compares else 1 if survey.num_rows >= _MANY_ROWS else 2
-    space = {
+    space: dict[str, list[Any]] = {
         "learning_rate": [float(f"{factor * usual:.1e}") for factor in (1 / 3, 1, 3)],
         "r": [8, 32],
-        "per_device_train_batch_size": [2, 8] if survey.num_rows < _FEW_ROWS else [4, 16],
     }
+    if generates:
+        space["num_generations"] = [4, 8]
+    else:
+        space["per_device_train_batch_size"] = [2, 8] if survey.num_rows < _FEW_ROWS else [4, 16]
     return {
         "name": default_name(values["dataset"]),
-        "max_length": next((length for length in _LENGTHS if longest <= length), _LENGTHS[-1]),
+        "max_length": next((length for length in _LENGTHS if longest <= length), last_length),
         "num_train_epochs": num_epochs,
+        **({"per_device_train_batch_size": 32, "max_completion_length": 256} if generates else {}),
         "lora_alpha": 32,
-        **({"beta": 0.1} if "beta" in find_method(values["method"]).fields else {}),
+        **({"beta": 0.1} if "beta" in method.fields and not generates else {}),
         "search_space": {key: value for key, value in space.items() if key not in values},
     }
 
@@ -248,16 +274,22 @@ def _facts(survey: DataSurvey, values: Mapping[str, Any], seen: tuple[DataPrevie
     if seen is not None:
         least, median, most = seen[0].row_tokens
         lengths = f"; these have {least:,} to {most:,} tokens, half of them at most {median:,.0f}"
-    return {
+    facts = {
         "method": f"learns to {_meaning(values['method'])}",
         "dataset": f"{survey.num_rows:,} rows, {_form(survey, values['method'])}",
         "validation_split": f"share{set_aside} never trained on; all configurations are compared on it",
         "max_length": f"longer rows are cut{lengths}",
     }
+    if find_method(values["method"]).entry.generates:
+        facts["max_length"] = f"longer rows are refused{lengths}"
+        facts["per_device_train_batch_size"] = "answers per training step, to all prompts together"
+        scorers = [scorer for scorer in values["reward_funcs"] if isinstance(scorer, str) and scorer in _REWARDS]
+        facts |= {"reward_funcs": _REWARDS[scorer] for scorer in scorers[:1]}
+    return facts
 
 
 def _meaning(method: str) -> str:
-    others = {"orpo": "prefer", "cpo": "prefer", "grpo": "reply"}
+    others = {"orpo": "prefer", "cpo": "prefer"}
     return next(goal.meaning for name, goal in GOALS.items() if goal.method == method or others.get(method) == name)
 
 

@@ -259,7 +259,7 @@ class Engine:
         base: str | None = None,
         metric: Metric | Mapping[str, Any] | Callable[..., float] = "auto",
         batch_size: int = 64,
-        max_new_tokens: int = 512,
+        max_new_tokens: int | None = None,
         limit: int | None = None,
         baseline: bool = False,
         predictions: bool = False,
@@ -277,11 +277,13 @@ class Engine:
             base: The base model, if it cannot be found under the name that is written in the adapters.
             metric, batch_size, max_new_tokens, limit, baseline, predictions, backend: See :class:`EvaluationSettings`.
             trust_remote_code: Allow the base model's own Python code: for a run, if its task asks for it; for adapters
-                alone, if transformers does not implement the model.
+                alone, if transformers does not implement the model. Allow also rewards of a run that run code or send
+                rows to a server.
             on_progress: Called with the name of the measurement, the number of finished rows and of all rows.
 
         Raises:
-            UntrustedCodeError: The task of a run asks for the base model's code, and the caller does not allow it.
+            UntrustedCodeError: The task of a run asks for the base model's code, or its rewards run code or send rows
+                to a server, and the caller does not allow it.
             RunNotFoundError: An adapter does not exist.
             UnsupportedError: An adapter is more than plain LoRA; or vLLM is requested and cannot serve.
             SpecError: The adapters have several base models, or different kinds of heads; or a setting is out of range.

@@ -17,7 +17,9 @@ from alto.data import read_heldout_rows, read_task_rows
 from alto.errors import ModelNotFoundError, RunError, RunNotFoundError, SpecError, UnsupportedError
 from alto.evaluation import (
     EvaluationSettings,
+    EvaluationTarget,
     OnProgress,
+    Rewards,
     adapter_folder,
     add_evaluation,
     best_of_jobs,
@@ -47,6 +49,7 @@ from alto.spec import (
     JOB_FIELDS,
     BaseModelSpec,
     BaseObjects,
+    GrpoSettings,
     Refit,
     Task,
     default_name,
@@ -305,18 +308,26 @@ def evaluate_adapters(
     task = target.task
     if base is None:
         check_trained_on(target.run_dirs, target.base_model)
+    is_rewarded = bool(target.run_dirs and task.reward_funcs) and settings.metric == "auto"
+    if is_rewarded:
+        settings = _for_rewards(settings, target, trust_remote_code=trust_remote_code)
     rows = read_heldout_rows(task, dataset)
-    result = measure(
-        target.adapters,
-        rows,
-        settings,
-        base=target.base_model,
-        device=device,
-        max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[device.type],
-        max_length=rows.max_length if target.run_dirs else None,
-        scoring=task.scoring,
-        on_progress=on_progress,
-    )
+    with contextlib.ExitStack() as stack:
+        rewards = None
+        if is_rewarded:  # last, because functions start processes
+            rewards = stack.enter_context(contextlib.closing(Rewards(task.reward_funcs, task.reward_weights)))
+        result = measure(
+            target.adapters,
+            rows,
+            settings,
+            base=target.base_model,
+            device=device,
+            max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[device.type],
+            max_length=rows.max_length if target.run_dirs else None,
+            scoring=task.scoring,
+            rewards=rewards,
+            on_progress=on_progress,
+        )
     baseline_found = [] if result.baseline is None else [result.baseline]
     for evaluated in result.adapters:
         for evaluation in (*baseline_found, evaluated.evaluation):
@@ -324,6 +335,32 @@ def evaluate_adapters(
     for run_dir in target.run_dirs:
         write_report(run_dir)
     return result
+
+
+def _for_rewards(
+    settings: EvaluationSettings, target: EvaluationTarget, *, trust_remote_code: bool
+) -> EvaluationSettings:
+    """Return the settings for the rewards of a run: by default, answers are as long as its completions were.
+
+    Raises:
+        UntrustedCodeError: The rewards run code or send rows to a server, and the caller does not allow it.
+        SpecError: vLLM is to generate the answers.
+    """
+    if settings.backend == "vllm":
+        raise SpecError(
+            "backend: expected alto for the rewards of a run, which may read end tokens, found vllm, which does not "
+            "return them; leave backend out, or name a metric"
+        )
+    run = RunDir.open(target.run_dirs[0])
+    load_run_task(run, trust_remote_code=trust_remote_code)  # asks for permission, as training does
+    if settings.max_new_tokens is not None:
+        return settings
+    history = read_history(run.root)
+    jobs = [history.jobs[name] for name in target.adapters if name in history.jobs]
+    jobs = jobs or ([history.best] if history.best is not None else [])
+    objectives = [target.task.job_config(job.config).objective for job in jobs]
+    lengths = [one.max_completion_length for one in objectives if isinstance(one, GrpoSettings)]
+    return replace(settings, max_new_tokens=max(lengths, default=None))
 
 
 def find_winner(

@@ -6,6 +6,7 @@ from alto.backbone import load_config, model_folder
 from alto.data import HeadStore, read_task_rows, survey_rows
 from alto.engine.start import preview_task
 from alto.errors import ModelNotFoundError
+from alto.evaluation import fitting_scorer
 from alto.records import DataPreview, DataSurvey
 from alto.spec import Task
 
@@ -37,3 +38,12 @@ def look_at(task: Task) -> tuple[DataPreview, int] | None:
         read_task_rows(task, head=HeadStore(_NUM_READ))
         return None
     return preview_task(task, num_rows=0), load_config(task.base_model).get_text_config().hidden_size
+
+
+def fitting_reward(task: Task) -> str:
+    """Return the built-in scorer that suits the replies of ``task``; see :func:`alto.evaluation.fitting_scorer`.
+
+    Raises:
+        DataError: The rows cannot be read.
+    """
+    return fitting_scorer(read_task_rows(task, head=HeadStore(_NUM_READ)).train)

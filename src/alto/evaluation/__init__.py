@@ -8,14 +8,16 @@ from alto.evaluation.peft_check import PeftCheck
 from alto.evaluation.rewards import Completion, Rewards
 from alto.evaluation.samples import Sampler
 from alto.evaluation.scorers import Answer, ScorerFailedError
+from alto.evaluation.scoring import fitting_scorer
 from alto.evaluation.settings import EvaluationSettings
-from alto.evaluation.target import adapter_folder, best_of_jobs, chat_template_beside, find_target
+from alto.evaluation.target import EvaluationTarget, adapter_folder, best_of_jobs, chat_template_beside, find_target
 
 __all__ = [
     "Adapters",
     "Answer",
     "Completion",
     "EvaluationSettings",
+    "EvaluationTarget",
     "FinalistJudge",
     "OnProgress",
     "PeftCheck",
@@ -31,6 +33,7 @@ __all__ = [
     "chat_template_beside",
     "check_metrics",
     "find_target",
+    "fitting_scorer",
     "max_positions",
     "measure",
     "uniform_numbers",

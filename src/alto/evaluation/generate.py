@@ -10,9 +10,9 @@ Shapes: ``B`` texts of a batch, ``V`` vocabulary, ``T`` new tokens of a text, ``
 from __future__ import annotations
 
 import hashlib
-import inspect
 import itertools
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
@@ -21,13 +21,14 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig, TopKLogitsWarper, TopPLogitsWarper
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor
+from torch.nn import functional
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from alto.backbone import Backbone, end_tokens, is_out_of_memory, limits_of, release_memory
 from alto.data import LabelledText, Message, Pair, Row, encode_prompt
 from alto.errors import DataError, DeviceMemoryError
+from alto.evaluation.key_value_cache import RoomyLayer, cache_argument, roomy_cache
 from alto.evaluation.scorers import Answer
 
 
@@ -92,81 +93,16 @@ def prompts_of(rows: Iterable[Row], tokenizer: Any) -> list[Prompt]:
     return prompts
 
 
-def answers_of(prompts: Sequence[Prompt], texts: Sequence[Sequence[int]], tokenizer: Any) -> list[Answer]:
-    """Return the answers that one model has generated, given the token ids of each."""
+def answers_of(prompts: Sequence[Prompt], texts: Sequence[Text], tokenizer: Any) -> list[Answer]:
+    """Return the answers that one model has generated."""
     return [
         Answer(
             prompt=tokenizer.decode(prompt.ids),
             reference=prompt.reference,
-            answer=tokenizer.decode(text, skip_special_tokens=True),
+            answer=tokenizer.decode(text.tokens, skip_special_tokens=True),
         )
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-
-
-_GROWTH = 1.5
-
-
-def roomy_cache(config: PreTrainedConfig) -> DynamicCache:
-    """Return a cache for a model with ``config``; sliding-window layers keep the cache of transformers."""
-    cache = DynamicCache(config=config)
-    cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
-
-
-def cache_argument(model: nn.Module) -> str:
-    """Return the name of the argument through which ``model`` takes a cache.
-
-    It is ``cache`` since transformers 5.24, and ``past_key_values`` in earlier versions and in models with custom code.
-    """
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-class _RoomyLayer(DynamicLayer):
-    """The cache of one layer; ``keys`` and ``values``, ``[rows, heads, tokens, head size]``, are views of larger
-    buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._rooms: tuple[Tensor, ...] = ()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add tokens, and return the keys and values of all tokens."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        new, first = (key_states, value_states), self.get_seq_length()
-        end = first + key_states.shape[2]
-        if not self._rooms or self._rooms[0].shape[2] < end:
-            self._rooms = tuple(_with_room(known, states) for known, states in zip(self._known(), new, strict=True))
-        for room, states in zip(self._rooms, new, strict=True):
-            room[:, :, first:end] = states
-        self._set_length(end)
-        return self._known()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows in ``indices``."""
-        if not self._rooms:
-            return
-        self._rooms = tuple(room.index_select(0, indices) for room in self._rooms)
-        self._set_length(self.get_seq_length())
-
-    def _known(self) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys, self.values
-
-    def _set_length(self, num_tokens: int) -> None:
-        self.keys, self.values = (room[:, :, :num_tokens] for room in self._rooms)
-
-
-def _with_room(known: Tensor, new: Tensor) -> Tensor:
-    """Return a buffer that starts with ``known``, and has room for ``new`` and further tokens."""
-    num_tokens = (known.shape[2] if known.numel() else 0) + new.shape[2]
-    rows, heads, _, size = new.shape
-    room = torch.empty(rows, heads, int(num_tokens * _GROWTH) + 1, size, dtype=new.dtype, device=new.device)
-    if known.numel():
-        room[:, :, : known.shape[2]] = known
-    return room
 
 
 def max_positions(backbone: Backbone) -> int | None:
@@ -276,6 +212,11 @@ class Text:
     is_finished: bool = False
     entropy: float = 0.0
 
+    @property
+    def ids(self) -> list[int]:
+        """The generated tokens with the end token, if there is one."""
+        return self.tokens if self.end is None else [*self.tokens, self.end]
+
     def take(self, token: int, ends: AbstractSet[int]) -> bool:
         """Add the next token, and return whether the text needs another one."""
         if token in ends:
@@ -287,12 +228,10 @@ class Text:
         self.is_finished = token in ends or self.is_broken or len(self.tokens) == self.budget
         return not self.is_finished
 
-    def start_again(self) -> bool:
-        """Clear the generated tokens, and return whether the text was finished."""
+    def start_again(self) -> None:
+        """Clear the tokens of a text that is not finished."""
         self.tokens.clear()
         self.entropy = 0.0
-        was_finished, self.is_finished, self.is_broken, self.end = self.is_finished, False, False, None
-        return was_finished
 
 
 def budget_of(prompt: Sequence[int], max_new_tokens: int, limit: int | None) -> int:
@@ -308,7 +247,7 @@ def complete(
     max_new_tokens: int,
     batch_size: int,
     on_done: Callable[[int], None],
-) -> list[list[list[int]]]:
+) -> list[list[Text]]:
     """Complete every prompt with every adapter, by greedy decoding.
 
     A text ends with an end token, after ``max_new_tokens``, or at the model's last position.
@@ -318,7 +257,7 @@ def complete(
         batch_size, on_done: See :func:`write`.
 
     Returns:
-        For each adapter, the new tokens for each prompt, without the end token.
+        The texts of each adapter, one for each prompt.
 
     Raises:
         DeviceMemoryError: Memory is too small for a single text.
@@ -337,7 +276,7 @@ def complete(
         batch_size=batch_size,
         on_done=on_done,
     )
-    return [[text.tokens for text in of_slot] for of_slot in texts]
+    return texts
 
 
 @torch.no_grad()
@@ -349,14 +288,13 @@ def write(
     batch_size: int,
     on_done: Callable[[int], None] = lambda num_texts: None,
 ) -> int:
-    """Generate ``texts``, in batches of consecutive ones.
+    """Generate ``texts``, at most ``batch_size`` at a time; when some have ended, the next ones join.
 
     Args:
         texts: Texts with a budget of at least one token. Texts of one slot with the same prompt (the same object) that
             follow each other compute it once.
-        batch_size: Number of texts generated at a time; halved whenever memory runs out.
-        on_done: Called after every forward pass with the number of texts that it finished, often 0. If memory runs out,
-            it is called with a negative number: finished texts that must be generated again.
+        batch_size: Maximum number of texts at a time; lowered whenever memory runs out.
+        on_done: Called after every forward pass with the number of texts that it finished, often 0.
 
     Returns:
         The batch size that fitted into memory.
@@ -364,25 +302,21 @@ def write(
     Raises:
         DeviceMemoryError: Memory is too small for a single text.
     """
-    queue = list(texts)
+    queue = _Queue(texts, batch_size)
     ends = end_tokens(backbone.model.generation_config, backbone.tokenizer)
+    write_queue = _write_uncached if backbone.is_padded else _write
     with backbone.own_attention():
-        while queue:
-            batch = sorted(queue[:batch_size], key=lambda text: text.slot)
-            write_batch = _write_uncached if backbone.is_padded else _write
-            if _has_room(partial(write_batch, backbone, adapters, batch, ends, on_done)):
-                del queue[:batch_size]
-                continue
+        while not _has_room(partial(write_queue, backbone, adapters, queue, ends, on_done)):
             release_memory()
-            if len(batch) == 1:
+            if len(queue.running) == 1:
+                (text,) = queue.running
                 raise DeviceMemoryError(
-                    f"expected memory for one answer of up to {batch[0].budget} tokens after a prompt of "
-                    f"{len(batch[0].prompt)} tokens, found too little on {backbone.device}; free memory, evaluate "
-                    "fewer adapters at a time, or lower max_new_tokens"
+                    f"expected memory for one answer of up to {text.budget} tokens after a prompt of "
+                    f"{len(text.prompt)} tokens, found too little on {backbone.device}; free memory, evaluate fewer "
+                    "adapters at a time, or lower max_new_tokens"
                 )
-            on_done(-sum(text.start_again() for text in batch))
-            batch_size = len(batch) // 2
-    return batch_size
+            on_done(queue.halve())
+    return queue.batch_size
 
 
 def _has_room(work: Callable[[], None]) -> bool:
@@ -399,80 +333,200 @@ def _has_room(work: Callable[[], None]) -> bool:
     return True
 
 
+class _Queue:
+    """Texts to be generated, at most ``batch_size`` at a time.
+
+    Attributes:
+        waiting: Texts that have not begun.
+        running: Texts that have begun and not ended.
+    """
+
+    def __init__(self, texts: Iterable[Text], batch_size: int) -> None:
+        self.waiting = deque(texts)
+        self.running: list[Text] = []
+        self.batch_size = batch_size
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.waiting and not self.running
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether other texts join now: half of the batch has ended, so the prompts of many are computed together."""
+        return len(self.running) <= self.batch_size // 2 and self._num_joining > 0
+
+    @property
+    def _num_joining(self) -> int:
+        """Number of texts that fit into the batch. Those with the same prompt join together, unless they are too many."""
+        most = count = min(len(self.waiting), self.batch_size - len(self.running))
+        while 0 < count < len(self.waiting) and _is_same_prompt(self.waiting[count - 1], self.waiting[count]):
+            count -= 1
+        return count if count or self.running else most
+
+    def begin(self) -> list[Text]:
+        """Move the texts that join from ``waiting`` to ``running``, and return them sorted by slot."""
+        joining = sorted((self.waiting.popleft() for _ in range(self._num_joining)), key=lambda text: text.slot)
+        self.running = [*self.running, *joining]
+        return joining
+
+    def halve(self) -> int:
+        """Halve the number of texts at a time. Running texts start again, but for those that ended in the pass that
+        failed; return their number."""
+        left = [text for text in self.running if not text.is_finished]
+        num_ended = len(self.running) - len(left)
+        self.batch_size = len(self.running) // 2
+        for text in left:
+            text.start_again()
+        self.waiting.extendleft(reversed(left))
+        self.running = []
+        return num_ended
+
+
 def _write(
     backbone: Backbone,
     adapters: Adapters[Any],
-    texts: Sequence[Text],
+    queue: _Queue,
     ends: AbstractSet[int],
     on_done: Callable[[int], None],
 ) -> None:
-    """Generate ``texts``, which are sorted by slot, in one batch. Finished texts leave the batch."""
-    device = backbone.device
-    firsts = [text for before, text in zip([None, *texts], texts, strict=False) if not _is_same_prompt(before, text)]
-    width = max(len(text.prompt) for text in firsts)
-    lengths = [len(text.prompt) for text in firsts]
-    padded = [[0] * (width - len(text.prompt)) + list(text.prompt) for text in firsts]
-    ids_BT = torch.tensor(padded, device=device)
-    mask_BL = torch.tensor([[0] * (width - length) + [1] * length for length in lengths], device=device)
-    positions_BT = (mask_BL.cumsum(1) - 1).clamp(min=0)
-    cache = roomy_cache(backbone.model.config)
-    cache_setting = {cache_argument(backbone.model): cache}
-    schedule = adapters.schedule(_tokens_of_slots(firsts, width, len(adapters)))
-    going = _rows_of_prompts(texts)
-    while True:
-        with adapters.use(schedule):
-            logits_B1V = backbone.model(
+    """Generate all texts of ``queue``."""
+    batch: _Batch | None = None
+    while not queue.is_empty:
+        if batch is None:
+            batch = _Batch(backbone, adapters, queue.begin(), ends)
+        elif queue.is_joined and batch.can_join:
+            batch.join(_Batch(backbone, adapters, queue.begin(), ends))
+        else:
+            batch.step()
+        on_done(len(queue.running) - len(batch.texts))
+        queue.running = batch.texts
+        batch = batch if batch.texts else None
+
+
+class _Batch:
+    """Texts that are generated together, sorted by slot. Texts that end leave it.
+
+    Every text has a row of the cache, at whose end its tokens are, and a token that is drawn but not yet computed.
+
+    Args:
+        texts: Texts that have not begun; their prompts are computed, and their first tokens drawn.
+    """
+
+    def __init__(
+        self, backbone: Backbone, adapters: Adapters[Any], texts: Sequence[Text], ends: AbstractSet[int]
+    ) -> None:
+        self._backbone, self._adapters, self._ends = backbone, adapters, ends
+        self._cache = roomy_cache(backbone.model.config)
+        self._cache_setting = {cache_argument(backbone.model): self._cache}
+        self.texts = list(texts)
+        is_first = [not _is_same_prompt(before, text) for before, text in zip([None, *texts], texts, strict=False)]
+        firsts = list(itertools.compress(texts, is_first))
+        width = max(len(text.prompt) for text in firsts)
+        padded = [[0] * (width - len(text.prompt)) + list(text.prompt) for text in firsts]
+        masks = [[0] * (width - len(text.prompt)) + [1] * len(text.prompt) for text in firsts]
+        self._mask_BL = torch.tensor(masks, device=backbone.device)
+        positions_BT = (self._mask_BL.cumsum(1) - 1).clamp(min=0)
+        self._schedule: Any = adapters.schedule(_tokens_of_slots(firsts, width, len(adapters)))
+        self._compute(
+            torch.tensor(padded, device=backbone.device),
+            positions_BT,
+            [number - 1 for number in itertools.accumulate(is_first)],
+        )
+        self._schedule = None
+
+    @property
+    def can_join(self) -> bool:
+        """Whether other texts can join; the rows of sliding windows have no padding to move them by."""
+        return all(type(layer) is RoomyLayer for layer in self._cache.layers)
+
+    def step(self) -> None:
+        """Compute the last token of every text, and draw the next one."""
+        if self._schedule is None:
+            self._schedule = self._adapters.schedule(_tokens_of_slots(self.texts, 1, len(self._adapters)))
+        self._mask_BL = torch.cat([self._mask_BL, self._mask_BL.new_ones(len(self.texts), 1)], 1)
+        self._compute(self._next_B[:, None], self._positions_B[:, None], range(len(self.texts)))
+
+    def join(self, other: _Batch) -> None:
+        """Add the texts of another batch."""
+        texts = [*self.texts, *other.texts]
+        if not other.texts:
+            return
+        order = sorted(range(len(texts)), key=lambda row: texts[row].slot)
+        self.texts, self._schedule = [texts[row] for row in order], None
+        rows_B = torch.tensor(order, device=self._backbone.device)
+        width = self._width
+        for layer, others in zip(self._cache.layers, other._cache.layers, strict=True):
+            layer.join(others, rows_B.argsort(), width)
+        masks = [functional.pad(mask, (width - mask.shape[1], 0)) for mask in (self._mask_BL, other._mask_BL)]
+        self._mask_BL = torch.cat(masks)[rows_B]
+        self._next_B = torch.cat([self._next_B, other._next_B])[rows_B]
+        self._positions_B = torch.cat([self._positions_B, other._positions_B])[rows_B]
+
+    @property
+    def _width(self) -> int:
+        """Number of computed tokens of the longest text."""
+        return max(len(text.prompt) + len(text.tokens) for text in self.texts) - 1
+
+    def _compute(self, ids_BT: Tensor, positions_BT: Tensor, rows: Sequence[int]) -> None:
+        """Compute tokens, and draw the next one of every text.
+
+        Args:
+            rows: The row of each text in ``ids_BT``.
+        """
+        with self._adapters.use(self._schedule):
+            logits_B1V = self._backbone.model(
                 input_ids=ids_BT,
-                attention_mask=mask_BL,
+                attention_mask=self._mask_BL,
                 position_ids=positions_BT,
                 use_cache=True,
                 logits_to_keep=1,
-                **cache_setting,
+                **self._cache_setting,
             ).logits
-        logits_BV, positions_B = logits_B1V[:, -1], positions_BT[:, -1] + 1
-        if len(texts) > len(logits_BV):  # after the prompts, every text has a row of its own
-            rows = torch.tensor(going, device=device)
-            cache.batch_select_indices(rows)
-            logits_BV, mask_BL, positions_B = logits_BV[rows], mask_BL[rows], positions_B[rows]
-        next_B = _next_tokens(logits_BV, texts)
-        going = [row for row, token in enumerate(next_B.tolist()) if texts[row].take(token, ends)]
-        on_done(len(texts) - len(going))
-        if not going:
-            return
-        is_first, is_smaller = ids_BT.shape[1] > 1, len(going) < len(texts)
-        if is_smaller:
-            rows = torch.tensor(going, device=device)
-            cache.batch_select_indices(rows)
-            texts = [texts[row] for row in going]
-            next_B, mask_BL, positions_B = next_B[rows], mask_BL[rows], positions_B[rows]
-        if is_first or is_smaller or len(texts) > len(ids_BT):
-            schedule = adapters.schedule(_tokens_of_slots(texts, 1, len(adapters)))
-        ids_BT, positions_BT = next_B[:, None], positions_B[:, None]
-        mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(texts), 1)], 1)
+        logits_BV = logits_B1V[:, -1]
+        next_B = _next_tokens(logits_BV if len(rows) == len(logits_BV) else logits_BV[list(rows)], self.texts)
+        going = [
+            number
+            for number, (text, token) in enumerate(zip(self.texts, next_B.tolist(), strict=True))
+            if text.take(token, self._ends)
+        ]
+        num_texts, self.texts = len(self.texts), [self.texts[number] for number in going]
+        self._next_B, self._positions_B = next_B, positions_BT[:, -1] + 1
+        if len(going) < num_texts:
+            self._next_B = next_B[torch.tensor(going, dtype=torch.int64, device=next_B.device)]
+        if going and (kept := [rows[number] for number in going]) != list(range(len(logits_BV))):
+            self._keep(torch.tensor(kept, device=next_B.device))
+
+    def _keep(self, rows_B: Tensor) -> None:
+        """Keep only ``rows_B``, without the padding that all of them have."""
+        width = self._mask_BL.shape[1]
+        if self.can_join:
+            width = self._width
+            for layer in self._cache.layers:
+                layer.keep(rows_B, width)
+        else:
+            self._cache.batch_select_indices(rows_B)
+        self._mask_BL = self._mask_BL[rows_B, -width:]
+        self._positions_B, self._schedule = self._positions_B[rows_B], None
 
 
 def _is_same_prompt(before: Text | None, text: Text) -> bool:
     return before is not None and before.slot == text.slot and before.prompt is text.prompt
 
 
-def _rows_of_prompts(texts: Sequence[Text]) -> list[int]:
-    """Return the index of each text's prompt among the prompts that are computed."""
-    is_new = [not _is_same_prompt(before, text) for before, text in zip([None, *texts], texts, strict=False)]
-    return [number - 1 for number in itertools.accumulate(is_new)]
-
-
 def _write_uncached(
     backbone: Backbone,
     adapters: Adapters[Any],
-    texts: Sequence[Text],
+    queue: _Queue,
     ends: AbstractSet[int],
     on_done: Callable[[int], None],
 ) -> None:
-    """Generate ``texts`` without a cache: every token is computed from its whole text.
+    """Generate all texts of ``queue`` without a cache: every token is computed from its whole text.
 
     This is for models whose cached states would change with padding before a prompt.
     """
-    while texts:
+    while not queue.is_empty:
+        queue.begin()
+        texts = sorted(queue.running, key=lambda text: text.slot)
         rows = [[*text.prompt, *text.tokens] for text in texts]
         lengths = [len(row) for row in rows]
         counts = [0] * len(adapters)
@@ -485,9 +539,8 @@ def _write_uncached(
         lasts = [end - 1 for end in itertools.accumulate(lengths)]
         with adapters.use(adapters.schedule(_tokens_of_slots(texts, 1, len(adapters)))):
             next_B = _next_tokens(backbone.logits(hidden_TH[lasts]), texts)
-        going = [text for text, token in zip(texts, next_B.tolist(), strict=True) if text.take(token, ends)]
-        on_done(len(texts) - len(going))
-        texts = going
+        queue.running = [text for text, token in zip(texts, next_B.tolist(), strict=True) if text.take(token, ends)]
+        on_done(len(texts) - len(queue.running))
 
 
 def _next_tokens(logits_BV: Tensor, texts: Sequence[Text]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +18,11 @@ from torch import Tensor
 from alto.backbone import Backbone, check_classifier, is_out_of_memory, limits_of, load_backbone, load_tokenizer
 from alto.data import Conversation, EncodedDataset, Encoding, HeldoutRows, LabelledText, Pair, Row, tokenize
 from alto.errors import DataError, DeviceMemoryError, NoResultError, SpecError
-from alto.evaluation.generate import Prompt, answers_of, check_prompts, complete, max_positions, prompts_of
+from alto.evaluation.generate import Prompt, Text, answers_of, check_prompts, complete, max_positions, prompts_of
 from alto.evaluation.loss import Choices, HeldoutPass, label_metrics, options_of
 from alto.evaluation.matching import Matching, matching_of
-from alto.evaluation.scorers import Scorer, ScorerFailedError
+from alto.evaluation.rewards import Completion, Rewards
+from alto.evaluation.scorers import Answer, OnTurn, ScorerFailedError
 from alto.evaluation.scoring import check_key_names, check_references, needed_of, scorable, scorer_of
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import BASE, loaded_adapters
@@ -30,13 +33,17 @@ from alto.records import GRADED_SCORERS, AdapterEvaluation, Evaluation, Evaluati
 from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Scoring, quantisation_keys
 
 
+_Scorer = Callable[[Sequence[Answer], OnTurn], Sequence[float | None]]
+"""A scorer, or rewards as a scorer; None means that an answer cannot be scored."""
+
+
 def predictions_of(
-    prompts: Sequence[Prompt], texts: Sequence[Sequence[int]], tokenizer: Any, *, weights: str, scorer: Scorer | None
+    prompts: Sequence[Prompt], texts: Sequence[Text], tokenizer: Any, *, weights: str, scorer: _Scorer | None
 ) -> list[Prediction]:
     """Return a prediction for every prompt.
 
     Args:
-        texts: Token ids of the text generated for each prompt.
+        texts: The text generated for each prompt.
         weights: Name of the adapter that generated the texts, or of the base model.
         scorer: Scores the texts; None leaves them without scores.
 
@@ -44,7 +51,7 @@ def predictions_of(
         ScorerFailedError: The scorer returns no scores.
     """
     answers = answers_of(prompts, texts, tokenizer)
-    scores = [None] * len(answers) if scorer is None else scorer(answers, lambda: None)
+    scores: Sequence[float | None] = [None] * len(answers) if scorer is None else scorer(answers, lambda: None)
     return [
         Prediction(
             weights=weights,
@@ -58,6 +65,24 @@ def predictions_of(
         )
         for row, (one, score) in enumerate(zip(answers, scores, strict=True), start=1)
     ]
+
+
+class _RewardScorer:
+    """The rewards of the answers in ``texts``, as a scorer.
+
+    Args:
+        rows: The row of each text.
+    """
+
+    def __init__(self, rewards: Rewards, texts: Sequence[Text], rows: Sequence[Conversation]) -> None:
+        self._rewards, self._texts, self._rows = rewards, texts, rows
+
+    def __call__(self, answers: Sequence[Answer], on_turn: OnTurn) -> list[float | None]:
+        completions = [
+            Completion(answer=answer, ids=text.ids, columns=json.loads(row.columns or "{}"))
+            for answer, text, row in zip(answers, self._texts, self._rows, strict=True)
+        ]
+        return [None if math.isnan(reward) else reward for reward in self._rewards(completions, on_turn)]
 
 
 _DECIDING = ("scorer", "keys", "pattern", "tolerance", "tags", "measure", "ignore_case", "function")
@@ -88,6 +113,7 @@ def measure(
     max_tokens_per_pass: int,
     max_length: int | None = None,
     scoring: Scoring | None = None,
+    rewards: Rewards | None = None,
     on_progress: OnProgress | None = None,
 ) -> EvaluationResult:
     """Measure ``adapters`` on ``base``. Nothing is written to disk.
@@ -98,6 +124,7 @@ def measure(
         max_tokens_per_pass: Maximum number of tokens in a forward pass that computes losses.
         max_length: Number of tokens to which rows are truncated for the loss; None truncates to the model's positions.
         scoring: The preferred scorer if the metric is ``auto``; it is used if it can score all rows.
+        rewards: If given, the mean reward of the answers is measured, whatever the metric.
 
     Raises:
         DataError: There are no rows, or the rows do not contain the data that the metric needs.
@@ -111,17 +138,19 @@ def measure(
     conversations = [row for row in chosen if not isinstance(row, Pair | LabelledText)]
     if not chosen:
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
-    if rows.labels is None:
+    if rewards is not None:
+        measured, scoring = (), None
+    elif rows.labels is None:
         measured, scoring = _choose_metrics(conversations, rows.name, settings, scoring)
     else:
         _check_of_heads(settings)
         measured, scoring = ("labels",), None
     tokenizer = load_tokenizer(base)
-    is_generated = scoring is not None and scoring.scorer != "multiple_choice"
+    is_generated = rewards is not None or (scoring is not None and scoring.scorer != "multiple_choice")
     if scoring is not None:
         _check_scorable(conversations, scoring, tokenizer)
     scorer = scorer_of(scoring) if scoring is not None and is_generated else None
-    prompts = _prompts(chosen, scorer is not None, settings, tokenizer)  # before the model is loaded
+    prompts = _prompts(chosen, is_generated, settings, tokenizer)  # before the model is loaded
     bench = _Bench(adapters, base, device, settings, on_progress)
     if settings.backend == "vllm":
         results = _Results(texts=bench.texts_of_vllm(prompts, tokenizer))
@@ -145,7 +174,13 @@ def measure(
 
     try:
         judged = {
-            name: predictions_of(prompts, texts, tokenizer, weights=name, scorer=scorer)
+            name: predictions_of(
+                prompts,
+                texts,
+                tokenizer,
+                weights=name,
+                scorer=scorer if rewards is None else _RewardScorer(rewards, texts, conversations),
+            )
             for name, texts in zip(bench.names_of_texts, results.texts, strict=bool(results.texts))
         }
     except ScorerFailedError as error:
@@ -153,8 +188,10 @@ def measure(
     evaluations = {}
     for slot, name in enumerate(bench.names):
         scores: Sequence[float] = ()
+        of_texts = [one.score for one in judged.get(name, ()) if one.score is not None]
+        if rewards is not None and not of_texts:
+            raise NoResultError(f"reward_funcs: expected a reward of at least one answer of {name}, found none")
         if scoring is not None:
-            of_texts = [one.score for one in judged.get(name, ()) if one.score is not None]
             scores = of_texts if is_generated else results.choices[slot]
         score = fmean(scores) if scores else None
         accuracy, margin = results.preferences[slot] if results.preferences else (None, None)
@@ -172,16 +209,18 @@ def measure(
             score=score,
             reward_accuracy=accuracy,
             reward_margin=margin,
+            reward=fmean(of_texts) if rewards is not None else None,
             settings={
                 "weights": BASE if slot == len(adapters) else "adapter",
                 "base_model": base.id,
                 "dtype": results.dtype or base.dtype,
                 "limit": settings.limit,
                 "max_length": results.max_length,
-                "max_new_tokens": settings.max_new_tokens if is_generated else None,
+                "max_new_tokens": settings.num_new_tokens if is_generated else None,
                 # Entries are compared by their settings, and earlier versions leave out the default backend and scorer.
                 **({"backend": settings.backend} if is_generated and settings.backend != "alto" else {}),
                 **_shown(scoring),
+                **({} if rewards is None else {"rewards": _shown_rewards(rewards)}),
                 **{key: True for key, is_set in quantisation_keys(base.quantisation).items() if is_set},
             },
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -201,7 +240,7 @@ class _Results:
     """The measurements of every slot; a measurement that was not made is empty or None.
 
     Attributes:
-        texts: Token ids of the answer to every prompt.
+        texts: The answer to every prompt.
         choices: Multiple-choice score of every row.
         preferences: Reward accuracy and reward margin, averaged over pairs.
         num_pairs: Number of pairs in these averages.
@@ -209,7 +248,7 @@ class _Results:
     """
 
     losses: Sequence[float] = ()
-    texts: Sequence[Sequence[Sequence[int]]] = ()
+    texts: Sequence[Sequence[Text]] = ()
     choices: Sequence[Sequence[float]] = ()
     preferences: Sequence[tuple[float, float]] = ()
     num_pairs: int | None = None
@@ -304,28 +343,32 @@ class _Bench:
         with loaded_adapters(backbone, self._slots(self.names), self.base.id) as served:
             return list(choices.scores(served, self.names, lambda: None))
 
-    def _texts(self, backbone: Backbone, prompts: Sequence[Prompt]) -> list[list[list[int]]]:
+    def _texts(self, backbone: Backbone, prompts: Sequence[Prompt]) -> list[list[Text]]:
         """Return each generating model's answers to all prompts."""
         with loaded_adapters(backbone, self._slots(self.names_of_texts), self.base.id) as served:
             return complete(
                 backbone,
                 served,
                 [prompt.ids for prompt in prompts],
-                max_new_tokens=self.settings.max_new_tokens,
+                max_new_tokens=self.settings.num_new_tokens,
                 batch_size=self.settings.batch_size,
                 on_done=self._counter("answers", len(prompts) * len(served)),
             )
 
-    def texts_of_vllm(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[list[list[int]]]:
-        """Return the same as :meth:`_texts`, generated by vLLM."""
+    def texts_of_vllm(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[list[Text]]:
+        """Return the same as :meth:`_texts`, generated by vLLM, but without end tokens."""
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        return complete_with_vllm(
+        found = complete_with_vllm(
             self.base,
             self._slots(self.names_of_texts),
             [prompt.ids for prompt in prompts],
             ends=ends,
-            max_new_tokens=self.settings.max_new_tokens,
+            max_new_tokens=self.settings.num_new_tokens,
         )
+        return [
+            [Text(slot, prompt.ids, len(tokens), tokens=tokens) for prompt, tokens in zip(prompts, texts, strict=True)]
+            for slot, texts in enumerate(found)
+        ]
 
     @contextmanager
     def _pass(
@@ -413,11 +456,23 @@ def _prompts(chosen: Sequence[Row], is_scored: bool, settings: EvaluationSetting
 
 
 def _shown(scoring: Scoring | None) -> dict[str, Any]:
-    """Return the scorer's entry in an evaluation's settings, without secrets that the URL may contain."""
+    """Return the scorer's entry in an evaluation's settings."""
     if scoring is None or scoring == Scoring(scorer="exact_match"):
         return {}
+    return {"scoring": _deciding(scoring)}
+
+
+def _shown_rewards(rewards: Rewards) -> list[dict[str, Any]]:
+    return [
+        {**_deciding(scoring), "weight": weight}
+        for scoring, weight in zip(rewards.reward_funcs, rewards.weights, strict=True)
+    ]
+
+
+def _deciding(scoring: Scoring) -> dict[str, Any]:
+    """Return the settings that affect the scores, without secrets that the URL may contain."""
     facts = {key: value for key, value in scoring.to_dict().items() if key in _DECIDING}
-    return {"scoring": {**facts, **({"url": scoring.address} if scoring.url else {})}}
+    return {**facts, **({"url": scoring.address} if scoring.url else {})}
 
 
 def _choose_metrics(

@@ -45,7 +45,8 @@ class Rewards:
     """
 
     def __init__(self, reward_funcs: Sequence[Scoring], weights: Sequence[float] | None = None) -> None:
-        self._weights = tuple(weights or (1.0,) * len(reward_funcs))
+        self.reward_funcs = tuple(reward_funcs)
+        self.weights = tuple(weights or (1.0,) * len(reward_funcs))
         self._functions: list[RewardFunction] = []
         self._rewards = [self._reward(scoring) for scoring in reward_funcs]
 
@@ -67,7 +68,7 @@ class Rewards:
             function.close()
 
     def _sum(self, rewards: Sequence[float | None]) -> float:
-        known = [weight * value for weight, value in zip(self._weights, rewards, strict=True) if value is not None]
+        known = [weight * value for weight, value in zip(self.weights, rewards, strict=True) if value is not None]
         return sum(known) if known else math.nan
 
     def _reward(self, scoring: Scoring) -> Reward:

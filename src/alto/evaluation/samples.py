@@ -71,7 +71,7 @@ class Sampler:
             )
         tokenizer: Any = self._backbone.tokenizer
         of_base, *of_adapters = [
-            [tokenizer.decode(text, skip_special_tokens=True) for text in of_slot] for of_slot in texts
+            [tokenizer.decode(text.tokens, skip_special_tokens=True) for text in of_slot] for of_slot in texts
         ]
         return tuple(
             Sample(

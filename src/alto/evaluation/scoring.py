@@ -6,6 +6,7 @@ import http.client
 import json
 import math
 import os
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -28,6 +29,7 @@ from alto.evaluation.scorers import (
     reply_position,
     within,
 )
+from alto.records import ScorerName
 from alto.spec import Scoring
 
 # Scoring of answers by a server, for example one that asks a language model.
@@ -259,6 +261,29 @@ def scorable(rows: Sequence[Row], scoring: Scoring) -> list[Conversation]:
             assert not isinstance(row, Pair | LabelledText)
             found.append(row)
     return found
+
+
+def fitting_scorer(rows: Sequence[Row]) -> ScorerName:
+    """Return the built-in scorer that suits the replies of ``rows``: the one that reads what all of them have, a tool
+    call, a number at the end, or JSON; else ``exact`` for short replies, and ``similarity`` for others."""
+    exact = Scoring(scorer="exact")
+    replies = [_reference(row, exact) for row in scorable(rows, exact)]
+
+    def fits(scorer: ScorerName, form: str) -> bool:
+        is_read = len(scorable(rows, Scoring(scorer=scorer))) == len(rows)
+        return is_read and all(re.search(form, reply, re.DOTALL) for reply in replies)
+
+    if fits("tool_call", ""):
+        return "tool_call"
+    if fits("numeric", r"\d\W*$"):
+        return "numeric"
+    if fits("json", r"^\s*[{\[]"):
+        return "json"
+    return "exact" if max(map(len, replies), default=0) <= _MOST_EXACT_CHARS else "similarity"
+
+
+_MOST_EXACT_CHARS = 60
+"""Length of replies that a model may hit exactly."""
 
 
 def check_key_names(rows: Sequence[Row], scoring: Scoring) -> None:

@@ -10,6 +10,8 @@ from alto.errors import SpecError
 from alto.records import GenerationBackend, Metric
 from alto.spec import Scoring, parse_metric
 
+_USUAL_NEW_TOKENS = 512
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
@@ -18,11 +20,13 @@ class EvaluationSettings:
     Attributes:
         metric: A word; a scorer of answers with the settings of ``select_by`` except ``at``, ``num_rows`` and
             ``max_new_tokens``; or a function that scores answers. ``auto`` measures the preference if rows are pairs;
-            else the loss, and the score of answers if all rows can be scored: by the built-in scorer of the run's
-            ``select_by``, or by exact match. Adapters with a classification head are always measured on their labels.
+            for a run that learned from rewards, the mean reward of the answers; else the loss, and the score of answers
+            if all rows can be scored: by the built-in scorer of the run's ``select_by``, or by exact match. Adapters with
+            a classification head are always measured on their labels.
         batch_size: Number of texts generated at a time, over all adapters. It affects speed and memory; results differ
             by rounding only.
-        max_new_tokens: Maximum length of a generated text; less if the model has fewer positions left.
+        max_new_tokens: Maximum length of a generated text; less if the model has fewer positions left. None means 512,
+            or for the rewards of a run the ``max_completion_length`` of its job.
         limit: Number of rows to use, from the first; None uses all.
         baseline: Also measure the base model without an adapter.
         predictions: Generate an answer to every row, with the base model too, even if no metric needs it.
@@ -34,7 +38,7 @@ class EvaluationSettings:
 
     metric: Metric | Mapping[str, Any] | Scoring | Callable[..., float] = "auto"
     batch_size: int = 64
-    max_new_tokens: int = 512
+    max_new_tokens: int | None = None
     limit: int | None = None
     baseline: bool = False
     predictions: bool = False
@@ -56,6 +60,11 @@ class EvaluationSettings:
                 f"backend: expected alto for the metric {what!r}, found vllm, which only generates answers; leave "
                 "backend out, or measure a score of generated answers"
             )
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Maximum length of a generated text."""
+        return self.max_new_tokens or _USUAL_NEW_TOKENS
 
     @property
     def scoring(self) -> Scoring | None:

@@ -20,8 +20,8 @@ from alto.spec import LOSS, ObjectiveSettings, Task, score_of
 def evaluate_base(state: TrainingState, recorder: JournalRecorder) -> None:
     """Evaluate the starting point of the jobs once and record it as the start value of every job.
 
-    Nothing is recorded in three cases: there are no validation rows; the jobs have classification heads, which the base
-    model does not have; or a row does not fit into memory (the jobs that evaluate this row report the error).
+    Nothing is recorded if there are no validation rows, or if the jobs have classification heads, which the base model
+    does not have. If a row does not fit into memory or a reward fails, only the reason is recorded.
     """
     if state.context.objective.has_head or not state.context.data.has_validation:
         return
@@ -36,8 +36,12 @@ def evaluate_base(state: TrainingState, recorder: JournalRecorder) -> None:
         with beginning_with(state.context.start, state.context.backbone, state.slot_manager.bank.reinject) as within:
             measured = state.trainer.evaluate_base(state.context, configs, within=within, rows=rows)
             if state.context.data.test is not None and not order:
-                tested = state.trainer.evaluate_base(state.context, configs, "test", within)
-    except JobFailedError:
+                try:
+                    tested = state.trainer.evaluate_base(state.context, configs, "test", within)
+                except JobFailedError as error:
+                    recorder.append(MeasurementFailed(job="", split="test", evidence=error.evidence))
+    except JobFailedError as error:
+        recorder.append(MeasurementFailed(job="", evidence=error.evidence))
         return
     metric = state.context.task.metric
     for jobs, value in zip(alike.values(), measured, strict=True):
@@ -85,7 +89,7 @@ def evaluate_jobs(
     for job in best:
         state.slot_manager.keep_best(job)
     with state.stopwatch.timing("evaluation"):
-        tested = _tested_losses(state, _to_be_tested(state, best))
+        tested = _tested_losses(state, recorder, _to_be_tested(state, best))
     for job, value, decision in zip(jobs, found, decisions, strict=True):
         recorder.losses(job)
         train_ema = selection.history(job.id)[-1].train_ema
@@ -95,12 +99,14 @@ def evaluate_jobs(
     return len(jobs)
 
 
-def finish_jobs(jobs: Sequence[JobState], state: TrainingState, lifecycle: JobLifecycle) -> None:
+def finish_jobs(
+    jobs: Sequence[JobState], state: TrainingState, recorder: JournalRecorder, lifecycle: JobLifecycle
+) -> None:
     """End jobs of a task without validation rows after their last step: their current adapters are the result."""
     for job in jobs:
         state.selection.finish(job.id)
         state.slot_manager.keep_best(job)
-    tested = _tested_losses(state, jobs)
+    tested = _tested_losses(state, recorder, jobs)
     for job in jobs:
         lifecycle.finish(job, tested.get(job.id))
 
@@ -144,12 +150,14 @@ def measure_best(state: TrainingState, recorder: JournalRecorder) -> None:
         found.append((best, value))
     for best, value in found:
         selection.observe_measured(best.job, value.loss, value.kept_rows(context))
-    tested = _tested_best(state, [best for best, _ in found])
+    tested = _tested_best(state, recorder, [best for best, _ in found])
     for best, value in found:
         recorder.best_measured(best, value, context, tested.get(best.job))
 
 
-def _tested_best(state: TrainingState, measured: Sequence[LossPoint]) -> dict[str, Evaluated]:
+def _tested_best(
+    state: TrainingState, recorder: JournalRecorder, measured: Sequence[LossPoint]
+) -> dict[str, Evaluated]:
     """Return the losses on the test rows of the measured jobs that may win, by job."""
     found: dict[str, Evaluated] = {}
     if state.context.data.test is None or state.context.task.test_jobs == "all":
@@ -160,18 +168,21 @@ def _tested_best(state: TrainingState, measured: Sequence[LossPoint]) -> dict[st
             continue
         job = state.jobs[best.job]
         with state.slot_manager.holding_best(job):
-            found |= _tested_losses(state, [job])
+            found |= _tested_losses(state, recorder, [job])
     return found
 
 
-def _tested_losses(state: TrainingState, jobs: Sequence[JobState]) -> dict[str, Evaluated]:
-    """Return the losses of resident ``jobs`` on the test rows, by job; omit jobs whose test rows do not fit into
-    memory."""
+def _tested_losses(
+    state: TrainingState, recorder: JournalRecorder, jobs: Sequence[JobState]
+) -> dict[str, Evaluated]:
+    """Return the losses of resident ``jobs`` on the test rows, by job; record why a job could not be tested."""
     while jobs and state.context.data.test is not None:
         try:
             return dict(zip((job.id for job in jobs), state.trainer.evaluate(jobs, "test"), strict=True))
         except JobFailedError as error:
-            jobs = [job for job in jobs if job.slot != error.slot]
+            failed = next(job for job in jobs if job.slot == error.slot)
+            recorder.append(MeasurementFailed(job=failed.id, split="test", evidence=error.evidence))
+            jobs = [job for job in jobs if job is not failed]
     return {}
 
 

@@ -48,8 +48,7 @@ class Evaluator:
         """
         passes = self.passes
         if jobs and jobs[0].context.rewards is not None:
-            dataset = jobs[0].context.data.held_out(split)
-            return self._rollouts.evaluate(jobs, dataset, rows or [range(len(dataset))] * len(jobs))
+            return self._rollouts.evaluate(jobs, split, rows)
         here, index_of = passes.here(jobs), passes.index_of(jobs)
         of_jobs = [None] * len(jobs) if rows is None else rows
         all_tallies = [_new_tally(job.context, split, of_job) for job, of_job in zip(jobs, of_jobs, strict=True)]

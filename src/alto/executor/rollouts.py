@@ -12,13 +12,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from alto.backbone import Backbone
-from alto.data import IGNORED, Advantage, EncodedDataset
+from alto.data import IGNORED, Advantage, EncodedDataset, EvaluationSplit
 from alto.evaluation import (
     Adapters,
     Answer,
@@ -51,6 +51,9 @@ _EPSILON = 1e-4
 """Added to the standard deviation of rewards, as in TRL."""
 
 
+_Found = TypeVar("_Found")
+
+
 class RewardFailedError(JobFailedError):
     """Internal signal: a reward failed for the completions of the job in ``slot``."""
 
@@ -79,7 +82,8 @@ class Rollouts:
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self._known: dict[JobState, tuple[int, Rollout]] = {}
+        self._known: dict[JobState, tuple[int, Rollout | str]] = {}  # or why a reward failed
+        self._evaluated: dict[JobState, tuple[object, Evaluated | str]] = {}
         self._fitting_tokens: int | None = None  # of a batch, once memory has run out
 
     def of_step(self, jobs: Sequence[JobState]) -> Mapping[JobState, Rollout]:
@@ -87,37 +91,45 @@ class Rollouts:
         the same step returns the same objects.
 
         Raises:
-            RewardFailedError: A reward failed; the next call samples the same completions again.
+            RewardFailedError: A reward failed for a job; for the others, the next call does not sample again.
             DeviceMemoryError: Memory is too small for a single completion.
         """
         self._known = {job: self._known[job] for job in jobs if job in self._known}
         missing = [job for job in jobs if job not in self._known or self._known[job][0] != job.step]
         drawn = self.sample(missing)
-        rewards = {job: self._scored(job.context, drawn[job], self._slot(job)) for job in missing}
-        metrics = {job: drawn[job].metrics(rewards[job]) for job in missing}
-        self._draw_others(drawn, rewards)
+        failures: dict[JobState, str] = {}
+        rewards = {job: scores for job in missing if (scores := self._scores(job, drawn[job], failures))}
+        metrics = {job: drawn[job].metrics(rewards[job]) for job in rewards}
+        self._draw_others(drawn, rewards, failures)
         for job in missing:
-            self._known[job] = (job.step, drawn[job].rollout(rewards[job], job, metrics[job]))
-        return {job: self._known[job][1] for job in jobs}
+            found = drawn[job].rollout(rewards[job], job, metrics[job]) if job in rewards else failures[job]
+            self._known[job] = (job.step, found)
+        return self._unless_failed(jobs, {job: self._known[job][1] for job in jobs})
 
-    def _draw_others(self, drawn: Mapping[JobState, Sampled], rewards: Mapping[JobState, list[float]]) -> None:
-        """Replace prompts whose rewards teach nothing by others, as often as a job's ``dynamic_sampling`` allows."""
+    def _draw_others(
+        self, drawn: Mapping[JobState, Sampled], rewards: dict[JobState, list[float]], failures: dict[JobState, str]
+    ) -> None:
+        """Replace prompts whose rewards teach nothing by others, as often as a job's ``dynamic_sampling`` allows; jobs
+        for which a reward fails move from ``rewards`` to ``failures``."""
         for attempt in itertools.count(1):
             others = {
                 (job, group): other
-                for job, of_job in drawn.items()
-                for group, other in of_job.other_prompts(rewards[job], job, attempt, self._passes.backbone).items()
+                for job, of_job in rewards.items()
+                for group, other in drawn[job].other_prompts(of_job, job, attempt, self._passes.backbone).items()
             }
             if not others:
                 return
             self._write([text for other in others.values() for text in other.texts], list(drawn))
             for (job, group), other in others.items():
-                scored = self._scored(job.context, other, self._slot(job))
-                drawn[job].replace(group, other, rewards[job], scored)
+                if job in rewards and (scores := self._scores(job, other, failures)):
+                    drawn[job].replace(group, other, rewards[job], scores)
+                else:
+                    rewards.pop(job, None)
 
     def metrics(self, job: JobState) -> Mapping[str, float]:
         """Return the metrics of the step that was sampled last; empty for a job without rewards."""
-        return self._known[job][1].metrics if job in self._known else {}
+        found = self._known[job][1] if job in self._known else None
+        return found.metrics if isinstance(found, Rollout) else {}
 
     def sample(self, jobs: Sequence[JobState]) -> Mapping[JobState, Sampled]:
         """Sample the completions of the next step of each of ``jobs``.
@@ -143,28 +155,37 @@ class Rollouts:
         for text in texts:
             text.budget = min(text.budget, max_tokens)
         self._write(texts, jobs)
-        return num_tokens + sum(len(_ids(text)) for text in texts)
+        return num_tokens + sum(len(text.ids) for text in texts)
 
     def evaluate(
-        self, jobs: Sequence[JobState], dataset: EncodedDataset, rows: Sequence[Sequence[int]]
+        self, jobs: Sequence[JobState], split: EvaluationSplit, rows: Sequence[Sequence[int]] | None
     ) -> list[Evaluated]:
         """Generate the most likely completion of each row with every resident job in ``jobs``, and score them.
 
         Args:
-            rows: Rows of ``dataset`` for each job, in the order in which values are kept.
+            rows: See :meth:`alto.executor.evaluator.Evaluator.evaluate`.
 
         Raises:
             RewardFailedError, DeviceMemoryError: See :meth:`of_step`.
         """
-        sampled = [
-            Sampled.greedy(self._slot(job), dataset, of_job, _settings(job.config), self._passes.backbone)
-            for job, of_job in zip(jobs, rows, strict=True)
-        ]
-        self._write([text for of_job in sampled for text in of_job.texts], jobs)
-        return [
-            of_job.evaluated(self._scored(job.context, of_job, self._slot(job)), self._passes.backbone.tokenizer)
-            for job, of_job in zip(jobs, sampled, strict=True)
-        ]
+        dataset = jobs[0].context.data.held_out(split)
+        of_jobs = [range(len(dataset))] * len(jobs) if rows is None else rows
+        keys = {job: (job.step, split, tuple(of_job)) for job, of_job in zip(jobs, of_jobs, strict=True)}
+        known = {job: self._evaluated[job] for job in jobs if self._evaluated.get(job, (None,))[0] == keys[job]}
+        sampled = {
+            job: Sampled.greedy(self._slot(job), dataset, keys[job][2], _settings(job.config), self._passes.backbone)
+            for job in jobs
+            if job not in known
+        }
+        self._write([text for of_job in sampled.values() for text in of_job.texts], list(sampled))
+        failures: dict[JobState, str] = {}
+        for job, of_job in sampled.items():
+            scores, tokenizer = self._scores(job, of_job, failures), self._passes.backbone.tokenizer
+            known[job] = (keys[job], of_job.evaluated(scores, tokenizer) if scores else failures[job])
+        self._evaluated = known
+        found = self._unless_failed(jobs, {job: known[job][1] for job in jobs})
+        self._evaluated = {}
+        return list(found.values())
 
     def evaluate_base(
         self,
@@ -200,6 +221,28 @@ class Rollouts:
         fitting = write(self._passes.backbone, adapters, texts, batch_size=batch_size)
         if fitting < batch_size:
             self._fitting_tokens = fitting * longest
+
+    def _scores(self, job: JobState, sampled: Sampled, failures: dict[JobState, str]) -> list[float]:
+        """Return the rewards of the completions of a job; if one fails, add the reason to ``failures``, and return an
+        empty list."""
+        try:
+            return self._scored(job.context, sampled, self._slot(job))
+        except RewardFailedError as error:
+            failures[job] = str(error.evidence["reward"])
+            return []
+
+    def _unless_failed(
+        self, jobs: Sequence[JobState], found: Mapping[JobState, _Found | str]
+    ) -> dict[JobState, _Found]:
+        """Return what was found for ``jobs``.
+
+        Raises:
+            RewardFailedError: A reward failed for one of them; ``found`` has the reason.
+        """
+        for job in jobs:
+            if isinstance(reason := found[job], str):
+                raise RewardFailedError(self._slot(job), reason)
+        return {job: value for job, value in found.items() if not isinstance(value, str)}
 
     def _scored(self, context: TaskContext, sampled: Sampled, slot: int) -> list[float]:
         assert context.rewards is not None, "the task has rewards"
@@ -331,7 +374,7 @@ class Sampled:
                     reference=tokenizer.decode(reference.ids, skip_special_tokens=True),
                     answer=tokenizer.decode(text.tokens, skip_special_tokens=True),
                 ),
-                ids=_ids(text),
+                ids=text.ids,
                 columns=reference.columns,
             )
             for text, reference in list(zip(self.texts, self._references, strict=True))[:count]
@@ -344,7 +387,7 @@ class Sampled:
         Completions that no reward can score do not count in the mean reward. It is NaN if the adapter's logits are not
         finite.
         """
-        num_tokens = sum(len(_ids(text)) for text in self.texts)
+        num_tokens = sum(len(text.ids) for text in self.texts)
         scored = [reward for reward in rewards if not math.isnan(reward)]
         mean = statistics.fmean(scored) if scored else 0.0
         return {
@@ -388,7 +431,7 @@ class Sampled:
         settings, has_all = self._settings, bool(self._settings.beta or job.planned.router_aux_loss_coef)
         advantages = group_advantages(rewards, settings)
         is_left_out = [settings.mask_truncated_completions and text.end is None for text in self.texts]
-        counts = [0 if out else len(_ids(text)) for text, out in zip(self.texts, is_left_out, strict=True)]
+        counts = [0 if out else len(text.ids) for text, out in zip(self.texts, is_left_out, strict=True)]
         factors = loss_factors(counts, job.config)
         used = [number for number, count in enumerate(counts) if count and (has_all or advantages[number] != 0.0)]
         rows = [encoded(self.texts[number]) for number in used]
@@ -467,14 +510,9 @@ def _settings(config: JobConfig) -> GrpoSettings:
     return config.objective
 
 
-def _ids(text: Text) -> list[int]:
-    """Return the generated tokens with the end token, if there is one."""
-    return text.tokens if text.end is None else [*text.tokens, text.end]
-
-
 def encoded(text: Text) -> tuple[Tensor, Tensor]:
     """Return token ids and targets of a prompt and its completion."""
-    prompt, reply = list(text.prompt), _ids(text)
+    prompt, reply = list(text.prompt), text.ids
     # The last token predicts nothing, but it is part of the row, as in other datasets.
     targets = [IGNORED] * (len(prompt) - 1) + reply + [IGNORED]
     return torch.tensor(prompt + reply), torch.tensor(targets)

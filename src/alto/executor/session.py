@@ -177,7 +177,9 @@ class TaskSession:
             num_evaluated = evaluate_jobs(due, self.state, self._recorder, self._lifecycle)
             self._exploration.evaluated(num_evaluated)
         else:
-            finish_jobs([job for job in competing if job.step == job.total_steps], self.state, self._lifecycle)
+            finish_jobs(
+                [job for job in competing if job.step == job.total_steps], self.state, self._recorder, self._lifecycle
+            )
 
     def timed(self, jobs: Sequence[JobState], duration_s: float, *, is_alone: bool) -> None:
         """Record the duration of its part of a step; called before :meth:`stepped`.

@@ -59,6 +59,7 @@ class Evaluation:
         num_correct: Number of right answers; None for scorers that return arbitrary numbers.
         reward_accuracy: Share of pairs, in [0, 1], whose chosen reply has the larger log-ratio to the base model.
         reward_margin: Mean difference of the two log-ratios, in nats: rewards at beta 1.
+        reward: Mean reward of the answers, by the rewards of the run.
         scorer: The scorer of the answers.
         score: Mean of the scores.
         accuracy: Share of texts, in [0, 1], whose label is predicted correctly; with several labels, all of them.
@@ -82,6 +83,7 @@ class Evaluation:
     date: str
     reward_accuracy: float | None = None
     reward_margin: float | None = None
+    reward: float | None = None
     scorer: ScorerName | None = None
     score: float | None = None
     accuracy: float | None = None

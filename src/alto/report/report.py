@@ -109,7 +109,7 @@ def report_page(run_dir: Path, history: RunHistory, *, price: float | None = Non
         shown_as: Path of the folder that the page shows; None shows ``run_dir``.
     """
     evaluations = _evaluations(run_dir)
-    numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin", *_OF_LABELS)
+    numbers = ("loss", "score", "exact_match", "reward", "reward_accuracy", "reward_margin", *_OF_LABELS)
     measured = [name for name in numbers if any(found.get(name) is not None for found in evaluations)]
     of_task = None if history.started is None else history.started.gpu_hour_price
     hours = device_hours(history, price_of_hour(price, of_task))

@@ -66,8 +66,8 @@ class RunHistory(JournalFold):
         forecast: Measured memory, packing and duration; None if nothing was measured before the run began.
         pace: Samples trained per second over the last minutes, since the run began or was resumed.
         finalists: Scores of the finalists' answers, best by the metric first; empty if there are none.
-        measuring_failures: Why the best adapters of jobs could not be measured at the end, by job: the evidence of the
-            failure.
+        measuring_failures: Why held-out rows could not be measured, by job (empty for the starting point) and split:
+            the evidence of the failure.
         rung_scores: Scores of the jobs' answers at rungs, or why there are none, oldest first.
         scorer: Name of the scorer that scored the finalists or failed to, or ``eval_accuracy``; empty if there was
             none.
@@ -91,7 +91,7 @@ class RunHistory(JournalFold):
         self.pace = Pace()
         self.memory_events: list[events.OutOfMemory] = []
         self.finalists: tuple[FinalistScore, ...] = ()
-        self.measuring_failures: dict[str, Mapping[str, float | str]] = {}
+        self.measuring_failures: dict[tuple[str, str], Mapping[str, float | str]] = {}
         self.rung_scores: list[events.RungScored] = []
         self.scorer = ""
         self.scorer_failure = ""
@@ -261,7 +261,7 @@ class RunHistory(JournalFold):
             case events.BestMeasured():
                 self._on_measured(event)
             case events.MeasurementFailed():
-                self.measuring_failures[event.job] = event.evidence
+                self.measuring_failures[event.job, event.split] = event.evidence
             case events.JobEvaluated():
                 self._on_evaluated(event)
             case events.OutOfMemory():
@@ -341,7 +341,8 @@ class RunHistory(JournalFold):
         # A finished run that trains further jobs gets a new result.
         self.result, self.adapter_check = None, None
         self.finalists, self.scorer, self.scorer_failure = (), "", ""
-        self.measuring_failures.clear()
+        for job in self.jobs:
+            self.measuring_failures.pop((job, "validation"), None)  # measured again
         # Stays cut off by the interruption end at the last event before it: nothing was trained after that.
         for name in list(self._open_stays):
             job = self.jobs[name]
@@ -396,9 +397,7 @@ class RunHistory(JournalFold):
         job.metrics.append(event.metrics)
         if event.answers:
             job.answers[event.step] = event.answers
-        if event.test_loss is not None:
-            job.test_losses[event.step] = event.test_loss
-            job.test_metrics[event.step] = event.test_metrics
+        self._on_tested(job, event.step, event)
         job.step = max(job.step, point.step)
         leads = math.isfinite(point.validation_loss) and (not job.best_step or point.sort_key < job.best_sort_key)
         if leads if event.is_best is None else event.is_best:
@@ -411,11 +410,17 @@ class RunHistory(JournalFold):
             if point.step == event.step:
                 job.evaluations[index] = replace(point, validation_loss=event.validation_loss)
                 job.metrics[index] = event.metrics
-        if event.test_loss is not None:
-            job.test_losses[event.step] = event.test_loss
-            job.test_metrics[event.step] = event.test_metrics
+        self._on_tested(job, event.step, event)
         job.keep_best(event.step, event.validation_loss)
         job.best_loss_rows = event.loss_rows
+
+    def _on_tested(
+        self, job: JobHistory, step: int, event: events.JobEvaluated | events.BestMeasured | events.JobCompleted
+    ) -> None:
+        if event.test_loss is not None:
+            job.test_losses[step] = event.test_loss
+            job.test_metrics[step] = event.test_metrics
+            self.measuring_failures.pop((job.job, "test"), None)
 
     def _end(
         self, job: JobHistory, event: events.JobExited | events.JobCompleted, time: float, *, stage: Stage
@@ -428,9 +433,7 @@ class RunHistory(JournalFold):
             job.keep_best(event.best_step, event.best_validation_loss)
         elif isinstance(event, events.JobCompleted) and event.best_step:  # without validation
             job.best_step = event.best_step
-            if event.test_loss is not None:
-                job.test_losses[event.best_step] = event.test_loss
-                job.test_metrics[event.best_step] = event.test_metrics
+            self._on_tested(job, event.best_step, event)
 
     def _leave_slot(self, job: JobHistory, time: float | None, *, stage: Stage) -> None:
         for stay in self._open_stays.pop(job.job, ()):

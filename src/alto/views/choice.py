@@ -17,8 +17,8 @@ _MAX_NAMES = 3
 def choice_notes(history: RunHistory) -> tuple[str, ...]:
     """Return notices about the winner of a finished run; empty if none applies.
 
-    They say whether its scorer or the last measurement of a job failed, which other jobs are within noise of it, why it
-    won although early exit had ended it as underperforming, and where a budget ended it.
+    They say whether its scorer or a measurement of held-out rows failed, which other jobs are within noise of it, why
+    it won although early exit had ended it as underperforming, and where a budget ended it.
     """
     winner = history.best
     if history.result is None or winner is None:
@@ -38,11 +38,7 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
             f"select_by: the scorer {history.scorer} failed ({history.scorer_failure}), so the {ranked} chose "
             f"{winner.job}."
         )
-    notes += [
-        f"{job} could not be measured once more at the end ({explain_failure(evidence)}), so its earlier evaluation "
-        "counts."
-        for job, evidence in history.measuring_failures.items()
-    ]
+    notes += _measuring_notes(history)
     if tied := [other.job for other in history.result.within_noise]:
         notes.append(_tied_jobs_note(history, winner, tied))
     lead = lead_of_winner(history)
@@ -58,8 +54,27 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _measuring_notes(history: RunHistory) -> list[str]:
+    """Return notes about held-out rows that could not be measured; jobs without a test loss share one."""
+    notes, untested = [], {}
+    for (job, split), evidence in history.measuring_failures.items():
+        why = explain_failure(evidence)
+        if split == "test":
+            untested[job or "the starting point"] = why
+        elif job:
+            notes.append(
+                f"{job} could not be measured once more at the end ({why}), so its earlier evaluation counts."
+            )
+        else:
+            notes.append(f"The starting point could not be measured before training ({why}).")
+    if untested:
+        why = next(iter(untested.values()))
+        notes.append(f"The test rows could not be measured ({why}), so there is no test loss of {_named([*untested])}.")
+    return notes
+
+
 def _tied_jobs_note(history: RunHistory, winner: JobHistory, tied: Sequence[str]) -> str:
-    names = ", ".join(tied[:_MAX_NAMES]) + (f" and {len(tied) - _MAX_NAMES} more" if len(tied) > _MAX_NAMES else "")
+    names = _named(tied)
     metric = (history.scorer if history.finalists else history.metric).replace("_", " ")
     num_rows = history.started.num_validation if history.started is not None else 0
     if history.finalists:
@@ -72,6 +87,10 @@ def _tied_jobs_note(history: RunHistory, winner: JobHistory, tied: Sequence[str]
     else:
         decided = f"the highest {metric} (losses of different scale)"
     return f"{metric}: {num_rows} validation rows cannot separate {winner.job} from {names}; {decided} decided."
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
 
 
 def _repetitions_note(winner: JobHistory, configurations: Sequence[ConfigurationHistory]) -> str:

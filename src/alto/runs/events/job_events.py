@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from alto.records import ExitReason, ShownAnswer
 from alto.runs.events.facts import JobDescription, RunEvent, wire
@@ -136,15 +136,18 @@ class BestMeasured(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementFailed(RunEvent):
-    """A job's best adapter could not be measured at the end, so its earlier evaluation counts.
+    """Held-out rows could not be measured: the validation rows before training or at the end (the job's earlier
+    evaluation counts), or the test rows.
 
     Attributes:
-        job: Job id.
+        job: Id of the job whose best adapter was to be measured; empty for the starting point of all jobs.
         evidence: The reason, as for a job that exits as ``failed``: numbers or text by name.
+        split: Which rows: ``validation`` or ``test``.
     """
 
     job: str
     evidence: Mapping[str, float | str]
+    split: Literal["validation", "test"] = "validation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ class FormTexts(BaseModel):
     """The texts in the fields of the form; empty fields are not sent.
 
     Attributes:
+        grader: For the method ``reinforcement``: the name of a scorer, or a grader as YAML or JSON.
         extra: Further hyperparameters, as YAML or JSON.
     """
 
@@ -41,6 +42,7 @@ class FormTexts(BaseModel):
     training_file: str
     validation_file: str = ""
     method: str = "supervised"
+    grader: str = ""
     hyperparameters: dict[str, str] = Field(default_factory=dict, max_length=32)
     seed: str = ""
     suffix: str = ""
@@ -70,7 +72,7 @@ def form(request: Request, service: ServiceOf, caller: Reader) -> HTMLResponse:
         caller,
         models=sorted(service.settings.models),
         hub_models=service.settings.hub_models,
-        methods=[name for name in METHODS if name != REINFORCEMENT],  # the form has no grader
+        methods=list(METHODS),
         files=files,
         price=price_of_hour(None),
         can_write="write" in caller.scopes,
@@ -88,10 +90,13 @@ def request_of(caller: Reader, body: FormTexts) -> dict[str, Any]:
             "extra",
             "conflicting_keys",
         )
+    settings: dict[str, Any] = {"hyperparameters": {**values, **extra}}
+    if body.method == REINFORCEMENT:
+        settings["grader"] = _grader(body.grader)
     found: dict[str, Any] = {
         "model": body.model,
         "training_file": body.training_file,
-        "method": {"type": body.method, body.method: {"hyperparameters": {**values, **extra}}},
+        "method": {"type": body.method, body.method: settings},
     }
     optional = {"validation_file": body.validation_file, "suffix": body.suffix, "seed": _seed(body.seed)}
     return found | {key: value for key, value in optional.items() if value not in ("", None)}
@@ -108,6 +113,23 @@ def _value(key: str, text: str) -> Any:
             f"log: true, num: 5}}, found {text[:50]!r}; correct it",
             key,
         ) from None
+
+
+def _grader(text: str) -> Mapping[str, Any]:
+    """Return the grader that a text names; one word is its type."""
+    try:
+        found = read_yaml(text) if text else None
+    except NotYamlError:
+        found = None
+    if isinstance(found, str):
+        return {"type": found}
+    if not isinstance(found, Mapping):
+        raise refused(
+            "grader: expected the name of a scorer such as numeric, or a grader such as {type: similarity, measure: "
+            f"rouge_l}}, found {text[:50]!r}; name one",
+            "grader",
+        )
+    return found
 
 
 def _extra(text: str) -> Mapping[str, Any]:

@@ -245,9 +245,10 @@
   const SETTINGS = ["learning_rate", "n_epochs", "batch_size", "r", "beta"];
 
   function textsOf() {
-    const read = (name) => form.elements[name].value.trim();
-    const hyperparameters = Object.fromEntries(SETTINGS.filter((name) => !form.elements[name].closest(".field").hidden).map((name) => [name, read(name)]));
-    const own = ["model", "training_file", "validation_file", "method", "seed", "suffix", "extra"].map((name) => [name, read(name)]);
+    // A hidden field belongs to another method.
+    const read = (name) => (form.elements[name].closest(".field").hidden ? "" : form.elements[name].value.trim());
+    const hyperparameters = Object.fromEntries(SETTINGS.map((name) => [name, read(name)]));
+    const own = ["model", "training_file", "validation_file", "method", "grader", "seed", "suffix", "extra"].map((name) => [name, read(name)]);
     return { ...Object.fromEntries(own), hyperparameters };
   }
 
@@ -378,11 +379,15 @@
   if (form) {
     const newKey = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(16)).join("");
     let key = newKey();
-    const showBeta = () => { byId("beta").closest(".field").hidden = form.elements.method.value !== "dpo"; };
-    showBeta();
+    const showFields = () => {
+      const { value: method } = form.elements.method;
+      byId("beta").closest(".field").hidden = method !== "dpo";
+      byId("grader").closest(".field").hidden = method !== "reinforcement";
+    };
+    showFields();
     form.addEventListener("input", ({ target }) => {
       key = newKey();
-      showBeta();
+      showFields();
       if (target.dataset.upload) upload(target);
       else draftSoon();
     });
