@@ -12,6 +12,7 @@
   // Colour is never the only sign: outcomes differ in dash and marker too.
   const dashes = { overfitting: "dash", collapsed: "longdash", diverging: "dot", stopped: "dashdot", failed: "dashdot" };
   const symbols = { second: "diamond", overfitting: "diamond", collapsed: "star", diverging: "x", stopped: "square", failed: "cross" };
+  const light = ["completed", "parked", "pending", "underperforming", "overfitting"]; // dark text can be read on them
   let scale = document.querySelector("[data-scale][aria-pressed=true]")?.dataset.scale;
   let mode = 0;
   const narrow = 560; // pixels
@@ -185,7 +186,7 @@
     if (figure.gaps.length) layout.legend.y = 1 + 26 / (rows * 34); // above the words over a gap
     const traces = figure.traces.map((trace) => Object.assign({}, trace, {
       marker: { color: colour(trace.meta.role), line: { color: colour("paper"), width: 1 } },
-      textfont: { size: 11, color: colour(["underperforming", "pending"].includes(trace.meta.role) ? "on-quiet" : "paper") },
+      textfont: { size: 11, color: colour(light.includes(trace.meta.role) ? "on-light" : "paper") },
     }));
     return show("slots", traces, layout, config);
   }
