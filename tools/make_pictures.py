@@ -71,12 +71,14 @@ Line = tuple[tuple[Cell, str], ...]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the pictures of README.md anew.")
-    parser.add_argument("--check", action="store_true", help="make nothing; fail if the pictures are older than sources")
+    parser.add_argument("--check", action="store_true", help="make nothing; fail if a source is newer than the pictures")
     if not parser.parse_args().check:
         make()
     elif changed := changed_sources(ROOT):
-        sys.exit(f"docs/pictures: expected pictures of the present pages, found changes of {', '.join(changed)} since "
-                 "they were made; run make pictures, and look at them")
+        sys.exit(
+            f"docs/pictures: expected pictures of the present pages, found changes of {', '.join(changed)} since they "
+            "were made; run make pictures, and look at them"
+        )
 
 
 def make() -> None:
@@ -176,7 +178,8 @@ def animated(frames: Sequence[Sequence[Line]]) -> str:
         styles.append(f"@keyframes f{number} {{{before}{begin:.2f}%,{end:.2f}% {{opacity:1}}{after}}}")
         styles.append(f".f{number} {{animation:f{number} {total_s:.1f}s step-end infinite}}")
         groups.append(f'<g class="f{number}">{"".join(_texts(frame))}</g>')
-    styles.append("@media (prefers-reduced-motion:reduce) {g {animation:none!important; opacity:0} g:last-child {opacity:1}}")
+    still = "g {animation:none!important; opacity:0} g:last-child {opacity:1}"
+    styles.append(f"@media (prefers-reduced-motion:reduce) {{{still}}}")
     style = "text {font:14px ui-monospace,Menlo,Consolas,monospace; white-space:pre} " + " ".join(styles)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img" '

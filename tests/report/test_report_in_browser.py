@@ -33,8 +33,8 @@ def browser():
 
 @pytest.fixture
 def open_report(browser, write_run):
-    """A function that opens the report of events. A console message, an exception of a script or a request that leaves the
-    machine fails the test."""
+    """A function that opens the report of events. A console message, an exception of a script or a request that leaves
+    the machine fails the test."""
     complaints = []
 
     def open_page(events, *, scheme="light", width=1400):
@@ -269,7 +269,6 @@ ROLES = (
     *("best", "completed", "training", "parked", "pending", "underperforming", "overfitting", "collapsed", "diverging"),
     *("stopped", "failed", "rung", "first", "second", "not-finite", *(f"fifth-{number}" for number in range(5))),
 )
-
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

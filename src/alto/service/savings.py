@@ -18,8 +18,8 @@ class Savings:
     Attributes:
         samples: Budgeted samples that were not trained.
         share: ``samples`` as a fraction of all budgeted samples, in [0, 1].
-        time_s, device_h: Time that these samples would have taken at the run's pace; None if nothing was saved
-            or the pace is unknown.
+        time_s, device_h: Time that these samples would have taken at the run's pace; None if nothing was saved or
+            the pace is unknown.
     """
 
     samples: int
