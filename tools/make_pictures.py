@@ -71,7 +71,7 @@ Line = tuple[tuple[Cell, str], ...]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the pictures of README.md anew.")
-    parser.add_argument("--check", action="store_true", help="make nothing; fail if a source is newer than the pictures")
+    parser.add_argument("--check", action="store_true", help="make nothing; fail if sources are newer than pictures")
     if not parser.parse_args().check:
         make()
     elif changed := changed_sources(ROOT):
