@@ -226,9 +226,7 @@ def reward_run() -> list[Event]:
     for since, step, rewards in ((0, 10, {"a": 0.1, "b": 0.2}), (10, 100, {"b": 0.7})):
         for job, reward in rewards.items():
             answers = [{"prompt": "What is 3 + 4?", "answer": f"It is {step}.", "reward": reward}]
-            journal.train_to(
-                job, step, since=since, validation=1 - reward, metrics={"reward": reward}, answers=answers
-            )
+            journal.train_to(job, step, since=since, validation=1 - reward, metrics={"reward": reward}, answers=answers)
     journal.end("job_exited", "a", 10, best=(10, 0.9), reason="collapsed", evidence={})
     journal.end("job_completed", "b", 100, slot=1, best=(100, 0.3))
     sample = {"prompt": "What is 3 + 4?", "reference": "7", "base": "", "adapters": {"b": "It is 7.", "a": "No."}}
