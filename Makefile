@@ -52,10 +52,11 @@ durations: $(VENV)/.dev ## Set up, then run the tests of test-all, and write the
 	$(PYTEST) --all --write-durations
 
 .PHONY: lint
-lint: $(VENV)/.dev ## Set up, then check style, docstrings, types, allowed imports and links between pages
+lint: $(VENV)/.dev ## Set up, then check style, docstrings, types, allowed imports, links between pages and the age of pictures
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python -m tools.check_docstrings
+	$(BIN)/python -m tools.make_pictures --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(SITE)

@@ -3,10 +3,14 @@
     make pictures
 
 It runs the quickstart in a terminal of its own, and a service with a task; a headless Chromium photographs the pages.
+``sources.sha256`` has the digests of the files that draw what the pictures show; with ``--check``, which ``make lint``
+uses, the program fails if one of them has changed since the pictures were made.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import html
 import json
 import os
@@ -29,7 +33,17 @@ from openai import OpenAI
 from playwright.sync_api import Browser, sync_playwright
 
 ROOT = Path(__file__).parents[1]
-PICTURES = ROOT / "docs" / "pictures"
+PICTURES = Path("docs/pictures")
+DIGESTS = PICTURES / "sources.sha256"
+DRAWN_BY = (
+    "tools/make_pictures.py",
+    "examples/quickstart.yaml",
+    "examples/make_word_problems.py",
+    "src/alto/report",
+    "src/alto/views",
+    "src/alto/service/dashboard",
+)
+"""Files and folders that decide how the pictures look."""
 COLUMNS, LINES = 122, 34
 CELL_PX, LINE_PX = 8.4, 17
 FRAMES, FRAME_S, LAST_S = 14, 0.6, 6.0
@@ -56,25 +70,65 @@ Line = tuple[tuple[Cell, str], ...]
 
 
 def main() -> None:
-    PICTURES.mkdir(exist_ok=True)
+    parser = argparse.ArgumentParser(description="Make the pictures of README.md anew.")
+    parser.add_argument("--check", action="store_true", help="make nothing; fail if sources are newer than pictures")
+    if not parser.parse_args().check:
+        make()
+    elif changed := changed_sources(ROOT):
+        sys.exit(
+            f"docs/pictures: expected pictures of the present pages, found changes of {', '.join(changed)} since they "
+            "were made; run make pictures, and look at them"
+        )
+
+
+def make() -> None:
+    """Make all pictures."""
+    pictures = ROOT / PICTURES
+    pictures.mkdir(exist_ok=True)
     subprocess.run([sys.executable, str(ROOT / "examples" / "make_word_problems.py")], check=True)
     with tempfile.TemporaryDirectory() as name, sync_playwright() as started:
         folder = Path(name)
-        frames = record([sys.executable, "-m", "alto", "tune", "examples/quickstart.yaml", "--output-dir", name])
-        (PICTURES / "terminal.svg").write_text(animated(frames), encoding="utf-8")
+        (folder / "examples").symlink_to(ROOT / "examples")
+        frames = record([sys.executable, "-m", "alto", "tune", "examples/quickstart.yaml"], folder)
+        (pictures / "terminal.svg").write_text(animated(frames), encoding="utf-8")
         browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        (report,) = folder.glob("quickstart-*/report.html")
-        photograph(browser, report.as_uri(), PICTURES / "report.png")
+        (report,) = folder.glob("runs/quickstart-*/report.html")
+        photograph(browser, report.as_uri(), pictures / "report.png")
         with service(folder / "service") as address:
-            photograph(browser, f"{address}/tasks/{finished_task(address)}", PICTURES / "dashboard.png")
-    print(f"wrote {', '.join(sorted(path.name for path in PICTURES.iterdir()))}")
+            photograph(browser, f"{address}/tasks/{finished_task(address)}", pictures / "dashboard.png")
+    write_digests(ROOT)
+    print(f"wrote {', '.join(sorted(path.name for path in pictures.iterdir()))}")
+
+
+# -- the sources ----------------------------------------------------------------------------------------------------
+
+
+def digests(root: Path) -> dict[str, str]:
+    """Return the digest of every source of the pictures, by its path in the project ``root``."""
+    places = [root / place for place in DRAWN_BY]
+    files = [file for place in places for file in (sorted(place.rglob("*.*")) if place.is_dir() else [place])]
+    sources = [file for file in files if file.is_file() and file.suffix != ".pyc"]
+    return {file.relative_to(root).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in sources}
+
+
+def write_digests(root: Path) -> None:
+    """Record the digests of the sources of the project ``root``, whose pictures are new."""
+    lines = (f"{digest}  {name}\n" for name, digest in digests(root).items())
+    (root / DIGESTS).write_text("".join(lines), encoding="utf-8")
+
+
+def changed_sources(root: Path) -> list[str]:
+    """Return the sources that were changed, added or removed since the pictures of the project ``root`` were made."""
+    lines = (root / DIGESTS).read_text(encoding="utf-8").splitlines()
+    before, now = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}, digests(root)
+    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
 
 
 # -- the terminal ----------------------------------------------------------------------------------------------------
 
 
-def record(command: Sequence[str]) -> list[tuple[Line, ...]]:
-    """Run a command in a terminal, and return at most ``FRAMES`` of its screens, the last one included.
+def record(command: Sequence[str], folder: Path) -> list[tuple[Line, ...]]:
+    """Run a command in a terminal in ``folder``, and return at most ``FRAMES`` of its screens, the last one included.
 
     Raises:
         subprocess.CalledProcessError: The command failed.
@@ -82,7 +136,7 @@ def record(command: Sequence[str]) -> list[tuple[Line, ...]]:
     screen = pyte.Screen(COLUMNS, LINES)
     stream, seen = pyte.Stream(screen), []
     child = pexpect.spawn(
-        command[0], list(command[1:]), dimensions=(LINES, COLUMNS), encoding="utf-8", timeout=None, cwd=str(ROOT)
+        command[0], list(command[1:]), dimensions=(LINES, COLUMNS), encoding="utf-8", timeout=None, cwd=str(folder)
     )
     while True:
         try:
@@ -124,6 +178,8 @@ def animated(frames: Sequence[Sequence[Line]]) -> str:
         styles.append(f"@keyframes f{number} {{{before}{begin:.2f}%,{end:.2f}% {{opacity:1}}{after}}}")
         styles.append(f".f{number} {{animation:f{number} {total_s:.1f}s step-end infinite}}")
         groups.append(f'<g class="f{number}">{"".join(_texts(frame))}</g>')
+    still = "g {animation:none!important; opacity:0} g:last-child {opacity:1}"
+    styles.append(f"@media (prefers-reduced-motion:reduce) {{{still}}}")
     style = "text {font:14px ui-monospace,Menlo,Consolas,monospace; white-space:pre} " + " ".join(styles)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img" '

@@ -31,6 +31,15 @@ def test_report_tells_the_result(small_run, page_of):
     assert "not finished" not in text
 
 
+def test_the_time_saved_is_first_and_what_failed_has_saved_none(small_run, failed_run, page_of):
+    text = page_of(small_run).text
+    assert text.index("Time saved") < text.index("Best job")
+    assert "57.5 % of the samples: 1,700 trained of 4,000" in text
+    text = page_of(failed_run).text
+    assert "Time saved" not in text
+    assert "200 trained of 2,000" in text
+
+
 def test_report_needs_nothing_from_outside(small_run, page_of):
     page = page_of(small_run)
     assert page.fetched == []

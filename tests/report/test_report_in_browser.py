@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from axe import violations
 from journals import Journal
 
 from alto.report import write_comparison, write_queue_report
@@ -32,11 +33,13 @@ def browser():
 
 @pytest.fixture
 def open_report(browser, write_run):
-    """A function that opens the report of events; a console message or an exception of a script fails the test."""
+    """A function that opens the report of events. A console message, an exception of a script or a request that leaves
+    the machine fails the test."""
     complaints = []
 
     def open_page(events, *, scheme="light", width=1400):
         page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+        page.on("request", lambda request: complaints.append(request.url) if is_outside(request.url) else None)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(write_report(write_run(events)).as_uri())
@@ -44,6 +47,10 @@ def open_report(browser, write_run):
 
     yield open_page
     assert complaints == []
+
+
+def is_outside(address: str) -> bool:
+    return not address.startswith(("file:", "data:", "blob:"))
 
 
 def column(page, index: int) -> list[str]:
@@ -245,10 +252,10 @@ def test_a_copy_button_covers_no_text(small_run, open_report):
 
 
 def contrast(page, foreground: str, background: str) -> float:
-    """Return the contrast of two colours of the page, as WCAG defines it."""
+    """Return the contrast of two colours, as WCAG defines it; each has a name on the page or is written as CSS does."""
     script = """names => names.map(name => {
         const paint = document.createElement('canvas').getContext('2d');
-        paint.fillStyle = getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
+        paint.fillStyle = getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim() || name;
         paint.fillRect(0, 0, 1, 1);
         const parts = [...paint.getImageData(0, 0, 1, 1).data].slice(0, 3).map(part => part / 255)
             .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
@@ -258,15 +265,41 @@ def contrast(page, foreground: str, background: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_quiet_curves_and_names_on_them_can_be_seen_in_the_dark(small_run, open_report):
-    page = open_report(small_run, scheme="dark")
-    assert contrast(page, "underperforming", "paper") >= 4.5, "lines of one pixel"
-    assert contrast(page, "fifth-2", "paper") >= 4.5
-    assert contrast(page, "pending", "paper") >= 3
-    for scheme in ("light", "dark"):
-        page = open_report(small_run, scheme=scheme)
-        for role in ("underperforming", "pending"):
-            assert contrast(page, "on-quiet", role) >= 3.9
+ROLES = (
+    *("best", "completed", "training", "parked", "pending", "underperforming", "overfitting", "collapsed", "diverging"),
+    *("stopped", "failed", "rung", "first", "second", "not-finite", *(f"fifth-{number}" for number in range(5))),
+)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_curves_can_be_seen(small_run, open_report, scheme):
+    page = open_report(small_run, scheme=scheme)
+    assert {role: round(found, 2) for role in ROLES if (found := contrast(page, role, "paper")) < 3} == {}
+    assert contrast(page, "soft", "paper") >= 4.5, "texts of figures"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_names_on_bars_can_be_read(open_report, scheme):
+    reasons = ("diverging", "overfitting", "underperforming", "collapsed", "stopped", "failed")
+    jobs = dict(zip("abcdef", reasons, strict=True)) | {"g": "completed", "h": "best", "i": "parked", "j": "training"}
+    journal = Journal()
+    journal.start({job: {} for job in jobs}, max_slots=len(jobs))
+    for slot, job in enumerate(jobs):
+        journal.add("job_admitted", job=job, slot=slot, step=0)
+    for slot, (job, role) in enumerate(jobs.items()):
+        best = (100, 1.0 if role == "best" else 2.0)
+        if role in reasons:
+            journal.end("job_exited", job, 100, best=best, slot=slot, reason=role, evidence={})
+        elif role == "parked":
+            journal.add("job_parked", job=job, slot=slot, step=10)
+        elif role != "training":
+            journal.end("job_completed", job, 100, best=best, slot=slot)
+    colours = """points => points.map(point => ["text", "path"].map(
+        part => getComputedStyle(point.querySelector(part)).fill))"""
+    page = open_report(journal.events, scheme=scheme)
+    found = page.locator("#slots .barlayer .point").evaluate_all(colours)
+    assert len({bar for _, bar in found}) == len(jobs)
+    assert {bar: text for text, bar in found if contrast(page, text, bar) < 4.5} == {}
 
 
 @pytest.fixture
@@ -356,3 +389,22 @@ def test_a_long_name_of_a_task_hides_no_column_and_is_cut_to_its_bar(opened, tmp
     assert shown.endswith("…")
     assert name.startswith(shown[:-1])
     assert len(shown) > 8
+
+
+@pytest.mark.parametrize(
+    "run", ["small_run", "judged_run", "preference_run", "reward_run", "interrupted_run", "failed_run", "begun_run"]
+)
+def test_everyone_can_read_the_report_of(run, request, open_report):
+    assert violations(open_report(request.getfixturevalue(run))) == []
+
+
+def test_everyone_can_read_the_report_of_a_queue(opened, tmp_path):
+    assert violations(opened(queue_page(tmp_path, "a", interrupted_s=23.0), width=1280)) == []
+
+
+def test_a_low_contrast_is_found(small_run, open_report):
+    page = open_report(small_run)
+    page.add_style_tag(content="@media (prefers-color-scheme: dark) { .lede { color: #555; } }")
+    found = violations(page)
+    assert found
+    assert all("dark: color-contrast" in each for each in found)

@@ -153,7 +153,7 @@ def test_a_page_does_not_say_what_is_lacking_before_its_data_are_there(setup: Se
 def test_a_task_has_its_numbers_jobs_and_outputs(setup: Setup) -> None:
     page = setup.browser.get(f"/tasks/{setup.task}").text
     text = Page(page).text
-    for shown in ("sums", "succeeded", "1.2500", "job-000", "underperforming", "CPU slot hours", "saved by early exit"):
+    for shown in ("sums", "succeeded", "1.2500", "job-000", "underperforming", "CPU slot hours", "Time saved"):
         assert shown in text
     assert "The job has successfully completed" in text
     assert f'href="/api/tasks/{setup.task}/report"' in page
@@ -490,7 +490,7 @@ def test_a_failed_task_trains_nothing_any_more(service: Served) -> None:
     assert "training (" not in json.dumps(now["figures"])
     assert "failed (" in json.dumps(now["figures"]["validation"])
     assert 'data-role="diverging"></i>failed' in now["fragments"]["heading"], "the warning colour"
-    assert "saved by early exit;" not in now["fragments"]["numbers"]
+    assert "Time saved" not in now["fragments"]["numbers"]
 
 
 def test_results_that_were_deleted_have_no_links(service: Served, gate: Path) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from axe import violations
 from services import ROWS, Served, local_plane, served, wait_for
 
 from alto.service.access import create_key
 from alto.service.api import tasks
-from alto.service.store.jobs import find_job
+from alto.service.store.jobs import find_job, lock_job
 from benchmarks.service.plane import simulated_plane
 from benchmarks.service.simulated_cluster import SimulatedCluster
 
@@ -323,3 +324,82 @@ def test_an_executor_stops_and_clones_jobs(tmp_path: Path, open_page: Opened) ->
         page.get_by_role("button", name="Cancel").first.click()
         page.get_by_role("button", name="Yes", exact=True).click()
         until(page, "document.getElementById('status').textContent.trim() === 'cancelled'")
+
+
+def test_a_report_is_shared_as_a_file_that_needs_no_network(
+    quick: Served, finished: str, open_page: Opened, tmp_path: Path
+) -> None:
+    page = open_page(f"{quick.url}/tasks/{finished}")
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Share as a file").click()
+    assert download.value.suggested_filename == f"{'s' * 60}-report.html"
+    download.value.save_as(tmp_path / "shared.html")
+    page.context.set_offline(True)
+    shared, asked = page.context.new_page(), []
+    shared.on("request", lambda request: asked.append(request.url))
+    shared.goto((tmp_path / "shared.html").as_uri())
+    assert shared.evaluate(POINTS) == 8
+    assert shared.locator("#jobs tbody tr").count() == 2
+    assert asked == [shared.url]
+
+
+def test_everyone_can_read_the_pages(quick: Served, finished: str, open_page: Opened) -> None:
+    for path in ("/", "/new", "/cluster", f"/tasks/{finished}", "/tasks/none"):
+        page = open_page(quick.url + path)
+        if path == f"/tasks/{finished}":
+            until(page, f"{POINTS} === 8")
+        assert violations(page) == [], path
+
+
+def test_everyone_can_read_the_form_with_a_preview_and_with_faults(
+    quick: Served, open_page: Opened, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(ROWS)
+    page = open_page(f"{quick.url}/new")
+    page.locator('[data-upload="training_file"]').set_input_files(rows)
+    page.locator("#preview").wait_for()
+    assert violations(page) == []
+    page.get_by_label("Learning rate").fill("fast")
+    until(page, "document.getElementById('learning_rate-fault').textContent !== ''")
+    assert violations(page) == []
+
+
+def test_everyone_can_read_the_pages_before_the_first_task(tmp_path: Path, open_page: Opened) -> None:
+    with served(tmp_path) as service:
+        for path in ("/", "/new", "/cluster"):
+            assert violations(open_page(service.url + path)) == [], path
+        with service.service.store.writing() as session:
+            create_key(session, "team")
+        page = open_page(f"{service.url}/login")
+        assert violations(page) == []
+        page.get_by_label("Key").fill("alto-another")
+        page.get_by_role("button", name="Log in").click()
+        page.get_by_text("unknown, expired or revoked").wait_for()
+        assert violations(page) == []
+
+
+def test_everyone_can_read_a_task_in_every_state(patient: Served, open_page: Opened) -> None:
+    task = running_task(patient)
+    page = open_page(f"{patient.url}/tasks/{task}")
+    status = "document.getElementById('status').textContent.trim() === '{}'"
+    for button in ("Clone job-000", "Cancel"):
+        page.get_by_role("button", name=button).first.click()
+        page.get_by_role("dialog").wait_for()
+        assert violations(page) == [], button
+        page.keyboard.press("Escape")
+    for button, state in (("Pause", "paused"), ("Cancel", "cancelled")):
+        assert violations(page) == [], state
+        page.get_by_role("button", name=button).first.click()
+        if button == "Cancel":
+            page.get_by_role("button", name="Yes", exact=True).click()
+        until(page, status.format(state))
+    assert violations(page) == []
+    with patient.service.store.writing() as session:
+        row = lock_job(session, task)
+        assert row is not None
+        row.status, row.error = "failed", {"message": "CUDA is out of memory"}
+    page.get_by_text("CUDA is out of memory").wait_for()
+    page.route("**/dashboard/tasks/*", lambda route: route.abort())
+    page.locator("#connection").wait_for()
+    assert violations(page) == []

@@ -40,7 +40,7 @@ class Page(HTMLParser):
         if self._inside == "script":
             self.scripts[-1] += data
         elif not self._inside:
-            self.text += data
+            self.text += data.replace("\u00a0", " ")
 
     @property
     def figures(self):

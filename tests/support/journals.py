@@ -214,6 +214,49 @@ def preference_run() -> list[Event]:
 
 
 @pytest.fixture
+def reward_run() -> list[Event]:
+    """Return a run of two jobs that learn from rewards: ``a`` collapses, ``b`` is the best. Answers were shown while
+    they learned, and samples at the end."""
+    journal = Journal()
+    journal.start(
+        {"a": config(1e-3, 8), "b": config(1e-4, 8)}, method="grpo", metric="reward", early_exit={"policy": "alto"}
+    )
+    for slot, job in enumerate("ab"):
+        journal.add("job_admitted", job=job, slot=slot, step=0)
+    for since, step, rewards in ((0, 10, {"a": 0.1, "b": 0.2}), (10, 100, {"b": 0.7})):
+        for job, reward in rewards.items():
+            answers = [{"prompt": "What is 3 + 4?", "answer": f"It is {step}.", "reward": reward}]
+            journal.train_to(job, step, since=since, validation=1 - reward, metrics={"reward": reward}, answers=answers)
+    journal.end("job_exited", "a", 10, best=(10, 0.9), reason="collapsed", evidence={})
+    journal.end("job_completed", "b", 100, slot=1, best=(100, 0.3))
+    sample = {"prompt": "What is 3 + 4?", "reference": "7", "base": "", "adapters": {"b": "It is 7.", "a": "No."}}
+    journal.add("samples_generated", samples=[sample], failure="")
+    journal.add("task_completed", best_job="b", best_validation_loss=0.3, samples_trained=1100, samples_budgeted=2000)
+    return journal.events
+
+
+@pytest.fixture
+def failed_run() -> list[Event]:
+    """Return a run in which no job got a finite loss, and which therefore has no result."""
+    journal = Journal()
+    journal.start({"a": config(1.0, 4), "b": config(2.0, 4)}, notes=["3 of 500 rows were cut"])
+    for slot, job in enumerate("ab"):
+        journal.add("job_admitted", job=job, slot=slot, step=0)
+        journal.train_to(job, 10, since=0, validation=math.nan, train=math.inf)
+    journal.end("job_exited", "a", 10, best=(0, math.inf), reason="diverging", evidence={"validation_loss": math.nan})
+    journal.end("job_exited", "b", 10, best=(0, math.inf), reason="failed", evidence={})
+    return journal.events
+
+
+@pytest.fixture
+def begun_run() -> list[Event]:
+    """Return a run of which only the start is in the journal."""
+    journal = Journal()
+    journal.start({"a": config(1e-4, 4), "b": config(2e-4, 4)})
+    return journal.events
+
+
+@pytest.fixture
 def sweep() -> list[Event]:
     """Return a run of sixty jobs, each evaluated twenty times and a little better every time, which is the most that a
     run can report."""

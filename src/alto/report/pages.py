@@ -6,6 +6,7 @@ Numbers reach the scripts as JSON in which ``<``, ``>`` and ``&`` are escaped.
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from markupsafe import Markup
 
 from alto.base import replace_file, write_error
 from alto.views import metrics, wording
+
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|s|min|h)(?![\w-]))")
+"""The space between a number and its unit."""
 
 
 def render_page(template: str, **context: Any) -> str:
@@ -56,6 +60,7 @@ def page_environment(*packages: str) -> Environment:
         "metric": lambda value, name: metrics.format_metric(name, value),
         "metric_name": metrics.metric_name,
         "short_metric": metrics.short_metric,
+        "unbroken": _unbroken,
     }
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     return environment
@@ -78,6 +83,11 @@ def write_page(path: Path, page: str) -> Path:
 def timestamp(time: float | None) -> str:
     """Format Unix seconds as a date and time."""
     return datetime.fromtimestamp(time, tz=UTC).strftime("%d %B %Y, %H:%M UTC") if time is not None else "never"
+
+
+def _unbroken(html: Markup) -> Markup:
+    """Return a part of a page in which no line ends between a number and its unit."""
+    return Markup(_UNIT.sub("\u00a0", html))
 
 
 def _finite(value: Any) -> Any:

@@ -146,7 +146,7 @@ def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict
         "notes": [*run_notes(history), *map(wording.clean, choice_notes(history))],
         "totals": exit_totals(history),
         "time_saved_s": time_saved_s(history),
-        "time_spent": "; ".join(wording.describe_time(history)).removeprefix("time: "),
+        "time_spent": [sentence.removeprefix("time: ") for sentence in wording.describe_time(history)],
         "rung_costs": rung_costs(history),
         "importance": importance_of_settings(history),
         "min_jobs": MIN_JOBS,

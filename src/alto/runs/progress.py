@@ -206,14 +206,20 @@ def _rungs_ahead(history: RunHistory) -> list[tuple[int, Rung]]:
 
 
 def time_saved_s(history: RunHistory) -> float | None:
-    """Return the seconds that the saved samples would have taken at the pace of the run; None if unknown.
+    """Return the seconds that the saved samples would have taken at the pace of the run; None if nothing was saved or
+    the pace is unknown."""
+    return training_time_s(history, history.samples_saved) if history.samples_saved else None
+
+
+def training_time_s(history: RunHistory, num_samples: int) -> float | None:
+    """Return the seconds that samples would take at the pace of the run; None if unknown.
 
     Evaluations are not counted if the journal lists their time separately.
     """
     training_s = history.time_s.get("training") or history.duration_s
-    if not history.samples_trained or not history.samples_saved or training_s <= 0:
+    if not history.samples_trained or training_s <= 0:
         return None
-    return history.samples_saved * training_s / history.samples_trained
+    return num_samples * training_s / history.samples_trained
 
 
 def exit_totals(history: RunHistory) -> list[ExitTotal]:

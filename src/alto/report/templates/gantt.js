@@ -55,13 +55,14 @@
       const isPlan = trace.meta.kind === "planned";
       const width = isPlan && figure.isCompared ? 0.22 : figure.isCompared ? 0.5 : 0.72;
       const shift = !figure.isCompared ? 0 : isPlan ? -0.3 : 0.1;
+      const hue = hues[trace.meta.hue % hues.length];
       return {
         type: "bar", orientation: "h", base: trace.base, x: trace.x, y: trace.y.map((name) => place.get(name) + shift), width: width,
         text: isPlan && figure.isCompared ? undefined : fitted(trace), textposition: "inside", insidetextanchor: "middle", constraintext: "inside",
         customdata: trace.customdata, hovertemplate: "%{customdata}<extra></extra>",
-        textfont: { size: 11, color: colour("paper") },
+        textfont: { size: 11, color: colour(["overfitting", "parked"].includes(hue) ? "on-light" : "paper") },
         marker: {
-          color: colour(hues[trace.meta.hue % hues.length]), opacity: isPlan && figure.isCompared ? 0.45 : 1,
+          color: colour(hue), opacity: isPlan && figure.isCompared ? 0.45 : 1,
           line: { color: colour("paper"), width: 1 },
         },
       };

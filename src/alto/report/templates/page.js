@@ -1,4 +1,4 @@
-// What all pages share: buttons that copy, and hints at columns that a narrow window hides.
+// What all pages share: buttons that copy, boxes that keys can scroll, and hints at columns that a narrow window hides.
 (function () {
   document.addEventListener("click", ({ target }) => {
     const button = target.closest("[data-copy]");
@@ -27,6 +27,18 @@
     });
   }
 
-  new ResizeObserver(hintAtHiddenColumns).observe(document.querySelector("main"));
-  hintAtHiddenColumns();
+  // A box that holds more than it shows can get the focus, so that keys scroll it.
+  function letKeysScroll() {
+    document.querySelectorAll(".scroll, .text, .copyable pre").forEach((box) => {
+      if (box.scrollWidth > box.clientWidth + 1 || box.scrollHeight > box.clientHeight + 1) box.tabIndex = 0;
+    });
+  }
+
+  function look() {
+    hintAtHiddenColumns();
+    letKeysScroll();
+  }
+
+  new ResizeObserver(look).observe(document.querySelector("main"));
+  look();
 })();

@@ -9,9 +9,11 @@
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
   };
   const ticks = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1];
+  const fewTicks = [0.001, 0.01, 0.05, 0.25, 1]; // for a narrow window
   // Colour is never the only sign: outcomes differ in dash and marker too.
   const dashes = { overfitting: "dash", collapsed: "longdash", diverging: "dot", stopped: "dashdot", failed: "dashdot" };
   const symbols = { second: "diamond", overfitting: "diamond", collapsed: "star", diverging: "x", stopped: "square", failed: "cross" };
+  const light = ["completed", "parked", "pending", "underperforming", "overfitting"]; // dark text can be read on them
   let scale = document.querySelector("[data-scale][aria-pressed=true]")?.dataset.scale;
   let mode = 0;
   const narrow = 560; // pixels
@@ -75,11 +77,13 @@
     if (!figure || !figure.view) return undefined;
     const places = [...figure.rungs.map(([x]) => x), ...figure.traces.flatMap((trace) => trace.x)];
     const first = Math.min(...places.filter((x) => x > 0));
+    const room = document.getElementById(id).clientWidth - margins.l - margins.r;
+    const shares = room < narrow ? fewTicks : ticks;
     const x = scale === "log"
-      ? { type: "log", range: [Math.log10(first * 0.9), Math.log10(1.04)], tickvals: ticks, ticktext: ticks.map((t) => +(t * 100).toFixed(2) + " %") }
+      ? { type: "log", range: [Math.log10(first * 0.9), Math.log10(1.04)], tickvals: shares, ticktext: shares.map((t) => +(t * 100).toFixed(2) + " %") }
       : { type: "linear", range: [0, 1.02], tickformat: ".0%" };
     const exponent = (share) => (scale === "log" ? Math.log10(share) : share);
-    const labels = placedLabels(figure.rungs, document.getElementById(id).clientWidth - margins.l - margins.r, (share) => (exponent(share) - x.range[0]) / (x.range[1] - x.range[0]));
+    const labels = placedLabels(figure.rungs, room, (share) => (exponent(share) - x.range[0]) / (x.range[1] - x.range[0]));
     const heights = Math.max(0, ...labels.map(({ height }) => height + 1));
     const layout = Object.assign(baseLayout(), { height: 470 + 18 * heights, margin: { ...margins, t: 48 + 18 * heights, b: 52 } });
     layout.legend.y = 1 + (8 + 18 * heights) / 370;
@@ -185,7 +189,7 @@
     if (figure.gaps.length) layout.legend.y = 1 + 26 / (rows * 34); // above the words over a gap
     const traces = figure.traces.map((trace) => Object.assign({}, trace, {
       marker: { color: colour(trace.meta.role), line: { color: colour("paper"), width: 1 } },
-      textfont: { size: 11, color: colour(["underperforming", "pending"].includes(trace.meta.role) ? "on-quiet" : "paper") },
+      textfont: { size: 11, color: colour(light.includes(trace.meta.role) ? "on-light" : "paper") },
     }));
     return show("slots", traces, layout, config);
   }
