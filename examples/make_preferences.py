@@ -13,14 +13,12 @@ The script needs only Python.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from make_word_problems import make_rows, row_count
+from make_word_problems import make_rows, row_count, write_splits
 
 SLIPS = (-10, -2, -1, 1, 2, 10)
 
@@ -63,19 +61,6 @@ def make_pairs(count: int, seed: int) -> list[dict[str, str]]:
     ]
 
 
-def write_splits(output: Path, sizes: Mapping[str, int], seed: int) -> None:
-    """Cut one list of pairs into the splits, and write a file for each.
-
-    The first split is written last, so that its presence shows that all are there.
-    """
-    pairs = make_pairs(sum(sizes.values()), seed)
-    output.mkdir(parents=True, exist_ok=True)
-    ends = accumulate(sizes.values())
-    for (split, size), end in reversed(list(zip(sizes.items(), ends, strict=True))):
-        lines = "".join(json.dumps(pair) + "\n" for pair in pairs[end - size : end])
-        (output / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make preference pairs of right and wrong answers to word problems.")
     default_output = Path(__file__).parent / "data" / "preferences"
@@ -86,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sizes = {"train": options.train, "validation": options.validation}
     try:
-        write_splits(options.output, sizes, options.seed)
+        write_splits(options.output, sizes, options.seed, make_pairs)
     except ValueError as error:
         parser.error(str(error))
     counts = ", ".join(f"{size} {split}" for split, size in sizes.items())

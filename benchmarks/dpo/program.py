@@ -27,7 +27,7 @@ from benchmarks.baselines.job import BaselineJob, JobSettings
 from benchmarks.baselines.pairs import PreparedPairs, prepare_pairs, tokenize_pairs
 from benchmarks.baselines.start import first_adapter
 from benchmarks.baselines.trl_pairs import train_on_pairs
-from benchmarks.common import PREFERENCE_PAIRS, Result, option_parser, publish
+from benchmarks.common import PREFERENCE_PAIRS, option_parser, publish_figures
 from benchmarks.dpo.gate import gate_failures
 from benchmarks.dpo.judge import Judge
 from benchmarks.dpo.measured import Measured, Tuned
@@ -108,16 +108,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(size, options.model, options.dataset, Path(folder))
         failures = gate_failures(measured)
-        result = Result.of(
-            benchmark="dpo",
-            scale=options.scale,
+        return publish_figures(
+            options,
+            "dpo",
             gate_failures=failures,
-            figures={} if failures else figures(measured),
-            goals=GOALS if options.scale == "cpu" else {},
+            figures=lambda: figures(measured),
+            goals=GOALS,
             rows=[] if failures else rows(measured),
             notes=[*about(size, options.model, options.dataset), *([] if failures else notes(measured))],
         )
-    return publish(result, options.out)
 
 
 def measure(size: Size, model: str, data: Path, folder: Path) -> Measured:

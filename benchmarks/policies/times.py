@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "times",
         gate_failures=failures,
         figures=lambda: figures(found),
-        goals=GOALS if options.scale == "cpu" else {},
+        goals=GOALS,
         rows=table(found),
         notes=[],
     )

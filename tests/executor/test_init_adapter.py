@@ -14,7 +14,7 @@ import pytest
 import torch
 from isolation import assert_step_is_that_of, evaluations_beside
 from moe_models import build_mixture, random_adapter
-from oracle import SoloJob, SoloPairs, _quietly, flat, padded_batch, reference_model, relative_distance
+from oracle import SoloJob, SoloPairs, flat, padded_batch, quiet_settings, reference_model, relative_distance
 from oracle_classification import ONE_LABEL, data_of
 from oracle_kto import LABELLED, SoloKto
 from peft import PeftModel
@@ -138,7 +138,7 @@ class SoloDpo(SoloPairs):
 
         SoloJob.__init__(self, base, PAIRS.train, config, saved=saved)
         rows = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])
-        settings = DPOConfig(**_quietly(folder))
+        settings = DPOConfig(**quiet_settings(folder))
         self._trl = DPOTrainer(self.model, args=settings, train_dataset=rows, processing_class=load_tokenizer())
         self._trl.model.eval()  # its metrics are computed in evaluation mode
         assert "ref" in self.model.peft_config
@@ -185,7 +185,7 @@ class SoloLabelled(SoloKto):
 
         SoloJob.__init__(self, base, LABELLED.train, config, saved=saved)
         rows = Dataset.from_list([{"prompt": "1", "completion": str(n), "label": n > 2} for n in (2, 3)])
-        settings = KTOConfig(**_quietly(folder))
+        settings = KTOConfig(**quiet_settings(folder))
         self._trl = KTOTrainer(self.model, args=settings, train_dataset=rows, processing_class=load_tokenizer())
         self._trl.model.eval()
         assert "ref" in self.model.peft_config

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from resident_jobs import Bank, make_model, make_task
 
-from alto.executor.auxiliary_terms import start_weights
+from alto.executor.auxiliary_terms import References
 from alto.lora import AdapterWeights
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -78,7 +77,7 @@ def test_passes_of_what_jobs_begin_with() -> None:
     begun = InitialAdapter(bank.trainer.bank.read(1))
     for value in begun.weights.values():
         value[1].fill_(3.0)
-    with start_weights(bank.trainer.bank, {1: begun}, WeakKeyDictionary()):
+    with References(bank.trainer.passes).start_weights({1: begun}):
         assert (bank.trainer.bank.params_ZP == 3.0).any()
         assert_copied(bank)
     assert torch.equal(bank.trainer.bank.params_ZP, before)

@@ -74,6 +74,7 @@ class SoloJob:
         self.config = config
         self.step = 0
         self._dataset = dataset
+        self._rows: Sequence[int] = ()
         self._padding = padding
         self._first_step = first_step
         self._order = order or DataOrder(len(dataset), config.rows_per_step, config.seed)
@@ -151,11 +152,15 @@ class SoloJob:
         return {name: turned(name, parameter.detach()).clone() for name, parameter in self._parameters.items()}
 
     def train_step(self) -> StepFacts:
-        before = self.weights()
-        rows = self._order.rows_of_step(self.step + self._first_step)
-        loss = self._loss(padded_batch(self._dataset, rows, self._padding))
+        self._rows = self._order.rows_of_step(self.step + self._first_step)
+        loss = self._loss(padded_batch(self._dataset, self._rows, self._padding))
         self._optimizer.zero_grad()
         loss.backward()
+        return self._update(float(loss.detach()))
+
+    def _update(self, loss: float) -> StepFacts:
+        """Take the step of the optimizer with the gradients that are there."""
+        before = self.weights()
         gradients = {name: turned(name, parameter.grad).clone() for name, parameter in self._parameters.items()}
         limit = self.config.max_grad_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
@@ -163,7 +168,7 @@ class SoloJob:
         self._scheduler.step()
         self.step += 1
         updates = {name: after - before[name] for name, after in self.weights().items()}
-        return StepFacts(loss=float(loss.detach()), grad_norm=float(norm), gradients=gradients, updates=updates)
+        return StepFacts(loss=loss, grad_norm=float(norm), gradients=gradients, updates=updates)
 
     def train(self) -> list[float]:
         """Train to the end of the job, and return the losses of all steps."""
@@ -174,11 +179,11 @@ class SoloJob:
         return loss
 
 
-class SoloPairs(SoloJob):
-    """One job on preference pairs, whose loss TRL computes.
+class SoloWithReference(SoloJob):
+    """One job whose loss TRL computes with a reference model.
 
     Args:
-        trl: Trainer from :func:`make_dpo_trainer`; several jobs may share it.
+        trl: Trainer from :func:`make_dpo_trainer` or its like; several jobs may share it.
         reference: Model from :func:`reference_model`.
     """
 
@@ -200,10 +205,16 @@ class SoloPairs(SoloJob):
 
     @torch.no_grad()
     def evaluate(self, dataset: EncodedDataset) -> dict[str, float]:
-        """Return TRL's metrics, and ``loss``, of all pairs of ``dataset``."""
+        """Return TRL's metrics, and ``loss``, of all rows of ``dataset`` as one batch."""
         self._trl._metrics["eval"].clear()
-        loss = self._loss(padded_batch(dataset, range(len(dataset))))
+        own, self._dataset, self._rows = self._dataset, dataset, range(len(dataset))
+        loss = self._loss(padded_batch(dataset, self._rows))
+        self._dataset = own
         return {"loss": float(loss)} | {name: values[-1] for name, values in self._trl._metrics["eval"].items()}
+
+
+class SoloPairs(SoloWithReference):
+    """One job on preference pairs, whose loss TRL's ``DPOTrainer`` computes."""
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         trl, settings = self._trl, self.config.objective
@@ -259,11 +270,12 @@ def make_cpo_trainer(folder: Path) -> Any:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     rows = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])
-    settings = CPOConfig(**_quietly(folder))
+    settings = CPOConfig(**quiet_settings(folder))
     return CPOTrainer(build_tiny("llama"), args=settings, train_dataset=rows, processing_class=load_tokenizer())
 
 
-def _quietly(folder: Path) -> dict[str, Any]:
+def quiet_settings(folder: Path) -> dict[str, Any]:
+    """Return arguments of TRL's configurations for a trainer on this CPU that reports nothing."""
     return {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -304,7 +316,7 @@ def make_dpo_trainer(folder: Path) -> Any:
     from trl import DPOConfig, DPOTrainer
 
     model, tokenizer = build_tiny("llama"), load_tokenizer()
-    settings = DPOConfig(**_quietly(folder))
+    settings = DPOConfig(**quiet_settings(folder))
     rows = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])
     trainer = DPOTrainer(model, copy.deepcopy(model), args=settings, train_dataset=rows, processing_class=tokenizer)
     trainer.model.eval()  # its metrics are computed in evaluation mode

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from architectures import build_tiny
-from oracle import SoloJob, StepFacts, turned
+from oracle import SoloJob, StepFacts, quiet_settings
 from resident_jobs import VOCABULARY
 from tiny import load_tokenizer
 from transformers import PreTrainedModel
@@ -96,7 +96,6 @@ class SoloGrpo(SoloJob):
             texts: The completions of the step, written; the facts' loss is their negative mean reward, and
                 :attr:`loss` is TRL's loss.
         """
-        before = self.weights()
         trl, settings = self._trl, self.config.objective
         assert isinstance(settings, GrpoSettings)
         num_micro_steps = self.config.gradient_accumulation_steps
@@ -125,15 +124,7 @@ class SoloGrpo(SoloJob):
             loss = trl._compute_loss(self.model, part)
             loss.backward()
             self.loss += float(loss.detach())
-        gradients = {name: turned(name, parameter.grad).clone() for name, parameter in self._parameters.items()}
-        limit = self.config.max_grad_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
-        self._optimizer.step()
-        self._scheduler.step()
-        self.step += 1
-        updates = {name: after - before[name] for name, after in self.weights().items()}
-        reward = trl._metrics["train"]["reward"][-1]
-        return StepFacts(loss=-reward, grad_norm=float(norm), gradients=gradients, updates=updates)
+        return self._update(-trl._metrics["train"]["reward"][-1])
 
 
 def _without_nan(ids: Sequence[int]) -> float | None:
@@ -148,16 +139,7 @@ def make_grpo_trainer(folder: Path) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     model, tokenizer = build_tiny("llama"), load_tokenizer()
-    settings = GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        disable_tqdm=True,
-        per_device_train_batch_size=8,
-        num_generations=8,
-    )
+    settings = GRPOConfig(**quiet_settings(folder), per_device_train_batch_size=8, num_generations=8)
     trainer = GRPOTrainer(
         model=copy.deepcopy(model),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from architectures import build_tiny
-from oracle import SoloJob, as_trl_has_it, padded_batch
+from oracle import SoloWithReference, as_trl_has_it, padded_batch, quiet_settings
 from resident_jobs import make_dataset
 from tiny import load_tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from alto.data import EncodedDataset, TaskData
-from alto.spec import JobConfig
 from alto.spec.objective_settings import KtoSettings
 
 
@@ -30,46 +28,16 @@ def make_labelled(num_rows: int, seed: int) -> EncodedDataset:
 LABELLED = TaskData(train=make_labelled(28, seed=1), validation=make_labelled(9, seed=2))
 
 
-class SoloKto(SoloJob):
-    """One job on labelled replies, whose loss TRL computes.
+class SoloKto(SoloWithReference):
+    """One job on labelled replies, whose loss TRL's ``KTOTrainer`` computes.
 
     Args:
-        trl: Trainer from :func:`make_kto_trainer`; several jobs may share it.
-        reference: Model from :func:`oracle.reference_model`.
         shift: Number of rows by which the replies of the estimate are rotated, for tests that must fail.
     """
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        dataset: EncodedDataset,
-        config: JobConfig,
-        *,
-        trl: Any,
-        reference: PreTrainedModel,
-        shift: int = 1,
-        **settings: Any,
-    ) -> None:
-        from trl.trainer.utils import add_fused_lm_head
-
-        super().__init__(base, dataset, config, **settings)
-        self._trl, self._reference, self._shift = trl, reference, shift
-        add_fused_lm_head(self.model.get_base_model(), outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
-
-    @torch.no_grad()
-    def evaluate(self, dataset: EncodedDataset) -> dict[str, float]:
-        """Return TRL's metrics, and ``loss``, of all rows of ``dataset`` as one batch."""
-        self._trl._metrics["eval"].clear()
-        own, self._dataset = self._dataset, dataset
-        rows = range(len(dataset))
-        self._rows = rows
-        loss = self._loss(padded_batch(dataset, rows))
-        self._dataset = own
-        return {"loss": float(loss)} | {name: values[-1] for name, values in self._trl._metrics["eval"].items()}
-
-    def train_step(self) -> Any:
-        self._rows = self._order.rows_of_step(self.step + self._first_step)
-        return super().train_step()
+    def __init__(self, *args: Any, shift: int = 1, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._shift = shift
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         trl, settings = self._trl, self.config.objective
@@ -108,14 +76,7 @@ def make_kto_trainer(folder: Path) -> Any:
     from trl import KTOConfig, KTOTrainer
 
     model, tokenizer = build_tiny("llama"), load_tokenizer()
-    settings = KTOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        disable_tqdm=True,
-    )
+    settings = KTOConfig(**quiet_settings(folder))
     rows = Dataset.from_list([{"prompt": "1", "completion": str(n), "label": n > 2} for n in (2, 3)])
     trainer = KTOTrainer(model, copy.deepcopy(model), args=settings, train_dataset=rows, processing_class=tokenizer)
     trainer.model.eval()  # its metrics are computed in evaluation mode

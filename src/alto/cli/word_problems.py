@@ -296,12 +296,17 @@ def draw_row(index: int, used: set[tuple[int, ...]], rng: random.Random) -> dict
     return None
 
 
-def write_splits(output: Path, sizes: Mapping[str, int], seed: int) -> None:
+def write_splits(
+    output: Path, sizes: Mapping[str, int], seed: int, make: Callable[[int, int], list[dict[str, str]]] = make_rows
+) -> None:
     """Cut one list of rows into the splits, and write a file for each.
 
     The first split is written last, so that its presence shows that all are there.
+
+    Args:
+        make: Returns a number of rows for a seed.
     """
-    rows = make_rows(sum(sizes.values()), seed)
+    rows = make(sum(sizes.values()), seed)
     output.mkdir(parents=True, exist_ok=True)
     ends = accumulate(sizes.values())
     for (split, size), end in reversed(list(zip(sizes.items(), ends, strict=True))):

@@ -23,7 +23,6 @@ from alto.executor.forward_plan import JobBatch, Passes
 from alto.executor.init_adapter import InitAdapter
 from alto.executor.micro_batches import watching
 from alto.kernels import send, upload
-from alto.lora import AdapterBank
 from alto.objectives import AuxiliaryTerm, run_sums, token_losses
 from alto.spec import GrpoSettings
 
@@ -33,13 +32,13 @@ class AuxiliaryTerms:
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self._start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor] = weakref.WeakKeyDictionary()
+        self._references = References(passes)
 
     def of_evaluation(self, batches: Sequence[JobBatch]) -> list[AuxiliaryTerm]:
         """Return the terms of an evaluation of jobs on these rows."""
         if not any(job.config.objective.needs_kl for job, _, _ in batches):
             return []
-        return [ReferenceKl(self._passes, batches, self._start_rows)]
+        return [ReferenceKl(self._passes, batches, self._references)]
 
     def of_step(self, batches: Sequence[JobBatch]) -> list[AuxiliaryTerm]:
         """Return the terms of a training step on these rows; ``batches`` contains the batches of all ranks."""
@@ -47,7 +46,7 @@ class AuxiliaryTerms:
         has_reference = any(_needs_reference_losses(job) for job, _, _ in batches)
         return [
             *self.of_evaluation(batches),
-            *([ReferenceLosses(self._passes, batches, self._start_rows)] if has_reference else []),
+            *([ReferenceLosses(self._passes, batches, self._references)] if has_reference else []),
             *([RouterBalance(self._passes, batches)] if has_balance else []),
         ]
 
@@ -58,27 +57,69 @@ class AuxiliaryTerms:
         return replace(batch, kl_J=torch.zeros(len(batch.slots), dtype=torch.float64, device=device))
 
 
+class References:
+    """The references of jobs: the frozen base model, or the adapter that the jobs of a task begin with."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self._start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor] = weakref.WeakKeyDictionary()
+
+    def losses(self, batch: TokenBatch, here: Mapping[int, JobState]) -> Tensor:
+        """Return the cross-entropy of every trained token under the reference of its job, ``[S]`` nats.
+
+        With several ranks, all jobs belong to one task, so that all ranks run the same number of forward passes.
+
+        Args:
+            here: The jobs of this rank's bank, by local slot; all jobs of ``batch`` are among them.
+        """
+        backbone = self._passes.backbone
+        scales = [here[local_slot].config.objective.logit_scale for local_slot in batch.slots]
+        starts = {local_slot: job.context.start for local_slot, job in here.items()}
+        begun = {local_slot: start for local_slot, start in starts.items() if start is not None}
+        if not begun:
+            return token_losses(backbone, batch, scales)
+        with self.start_weights(begun), self._passes.evaluating(batch, here):
+            of_start_S = token_losses(backbone, batch, scales)
+        if len(begun) == len(here):
+            return of_start_S
+        of_base_S = token_losses(backbone, batch, scales)
+        begins = torch.tensor([local_slot in begun for local_slot in batch.slots])
+        is_begun_S = begins.repeat_interleave(torch.tensor(batch.job_targets)).to(of_base_S.device)
+        return torch.where(is_begun_S, of_start_S, of_base_S)
+
+    @contextlib.contextmanager
+    def start_weights(self, begun: Mapping[int, InitAdapter]) -> Iterator[None]:
+        """Put the adapters that jobs began with into their local slots; restore the current adapters bit by bit on
+        exit."""
+        bank = self._passes.bank
+        params_ZP = bank.params_ZP
+        kept = {local_slot: params_ZP[local_slot].clone() for local_slot in begun}
+        try:
+            for local_slot, start in begun.items():
+                if start not in self._start_rows:
+                    bank.write(local_slot, start.weights)
+                    self._start_rows[start] = params_ZP[local_slot].clone()
+                params_ZP[local_slot].copy_(self._start_rows[start])
+                bank.copy_weights(local_slot)
+            yield
+        finally:
+            for local_slot, row_P in kept.items():
+                params_ZP[local_slot].copy_(row_P)
+                bank.copy_weights(local_slot)
+
+
 class ReferenceKl(AuxiliaryTerm):
-    """The divergence of jobs from their reference, an estimate that KTO's loss needs. The reference is the frozen base
-    model, or the adapter that the jobs of a task begin with (TRL 1.16, ``KTOTrainer`` of a model with a trained
-    adapter).
+    """The divergence of jobs from their references, an estimate that KTO's loss needs (TRL 1.16, ``KTOTrainer``, for a
+    model with a trained adapter too).
 
     The estimate is the mean log-ratio of prompts with the replies of other rows, over a job's complete batch; at least
     0.
-
-    Args:
-        start_rows: Rows of the bank by starting adapter; completed by this term.
     """
 
-    def __init__(
-        self,
-        passes: Passes,
-        batches: Sequence[JobBatch],
-        start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor],
-    ) -> None:
+    def __init__(self, passes: Passes, batches: Sequence[JobBatch], references: References) -> None:
         self._passes = passes
         self._batches = batches
-        self._start_rows = start_rows
+        self._references = references
         self._means: Tensor | None = None
 
     def prepare(self) -> None:
@@ -108,7 +149,7 @@ class ReferenceKl(AuxiliaryTerm):
                 batch = passes.collate(parts)
                 with passes.evaluating(batch, here):
                     losses_S = token_losses(passes.backbone, batch)
-                log_ratios_S = reference_losses(passes, batch, here, self._start_rows).double() - losses_S.double()
+                log_ratios_S = self._references.losses(batch, here).double() - losses_S.double()
                 if parts:
                     sums_J = run_sums(log_ratios_S, batch.job_targets)
                     sums_J = sums_J / upload(list(batch.job_weights), torch.float64, means.device)
@@ -130,86 +171,18 @@ def _needs_reference_losses(job: JobState) -> bool:
 
 
 class ReferenceLosses(AuxiliaryTerm):
-    """The losses of sampled completions under the reference of their jobs, for the divergence in GRPO's loss. The
-    reference is the frozen base model, or the adapter that the jobs of a task begin with.
+    """The losses of sampled completions under the reference of their jobs, for the divergence in GRPO's loss."""
 
-    Args:
-        start_rows: See :class:`ReferenceKl`.
-    """
-
-    def __init__(
-        self,
-        passes: Passes,
-        batches: Sequence[JobBatch],
-        start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor],
-    ) -> None:
-        self._passes = passes
+    def __init__(self, passes: Passes, batches: Sequence[JobBatch], references: References) -> None:
         self._here = passes.here([job for job, _, _ in batches])
-        self._start_rows = start_rows
+        self._references = references
 
     @torch.no_grad()
     def completed(self, batch: TokenBatch, indices_J: Tensor) -> TokenBatch:
         here = {local_slot: self._here[local_slot] for local_slot in batch.slots}
         if not any(map(_needs_reference_losses, here.values())):
             return batch
-        return replace(batch, reference_losses_S=reference_losses(self._passes, batch, here, self._start_rows))
-
-
-def reference_losses(
-    passes: Passes,
-    batch: TokenBatch,
-    here: Mapping[int, JobState],
-    start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor],
-) -> Tensor:
-    """Return the cross-entropy of every trained token under the reference of its job, ``[S]`` nats.
-
-    With several ranks, all jobs belong to one task, so that all ranks run the same number of forward passes.
-
-    Args:
-        here: The jobs of this rank's bank, by local slot; all jobs of ``batch`` are among them.
-        start_rows: See :class:`ReferenceKl`.
-    """
-    backbone = passes.backbone
-    scales = [here[local_slot].config.objective.logit_scale for local_slot in batch.slots]
-    starts = {local_slot: job.context.start for local_slot, job in here.items()}
-    begun = {local_slot: start for local_slot, start in starts.items() if start is not None}
-    if not begun:
-        return token_losses(backbone, batch, scales)
-    with start_weights(passes.bank, begun, start_rows), passes.evaluating(batch, here):
-        of_start_S = token_losses(backbone, batch, scales)
-    if len(begun) == len(here):
-        return of_start_S
-    of_base_S = token_losses(backbone, batch, scales)
-    begins = torch.tensor([local_slot in begun for local_slot in batch.slots])
-    is_begun_S = begins.repeat_interleave(torch.tensor(batch.job_targets)).to(of_base_S.device)
-    return torch.where(is_begun_S, of_start_S, of_base_S)
-
-
-@contextlib.contextmanager
-def start_weights(
-    bank: AdapterBank,
-    begun: Mapping[int, InitAdapter],
-    start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor],
-) -> Iterator[None]:
-    """Put the adapters that jobs began with into their local slots; restore the current adapters bit by bit on exit.
-
-    Args:
-        start_rows: Rows of the bank by starting adapter; new ones are added.
-    """
-    params_ZP = bank.params_ZP
-    kept = {local_slot: params_ZP[local_slot].clone() for local_slot in begun}
-    try:
-        for local_slot, start in begun.items():
-            if start not in start_rows:
-                bank.write(local_slot, start.weights)
-                start_rows[start] = params_ZP[local_slot].clone()
-            params_ZP[local_slot].copy_(start_rows[start])
-            bank.copy_weights(local_slot)
-        yield
-    finally:
-        for local_slot, row_P in kept.items():
-            params_ZP[local_slot].copy_(row_P)
-            bank.copy_weights(local_slot)
+        return replace(batch, reference_losses_S=self._references.losses(batch, here))
 
 
 class RouterBalance(AuxiliaryTerm):
