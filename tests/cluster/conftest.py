@@ -20,10 +20,9 @@ def _entries_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([support, os.environ.get("PYTHONPATH", "")]))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_nodes() -> Iterator[RayMachine]:
-    """A Ray cluster, which ends with the file because it takes memory and CPU time even when idle: a head
-    without slots and two nodes of two slots; this process is connected to it."""
+    """A Ray cluster to which this process is connected: a head without slots and two nodes of two slots."""
     with ray_machine() as machine:
         machine.add_node()
         machine.add_node()
