@@ -283,8 +283,9 @@ def _facts(survey: DataSurvey, values: Mapping[str, Any], seen: tuple[DataPrevie
     if find_method(values["method"]).entry.generates:
         facts["max_length"] = f"longer rows are refused{lengths}"
         facts["per_device_train_batch_size"] = "answers per training step, to all prompts together"
-        scorers = [scorer for scorer in values["reward_funcs"] if isinstance(scorer, str) and scorer in _REWARDS]
-        facts |= {"reward_funcs": _REWARDS[scorer] for scorer in scorers[:1]}
+        first = values["reward_funcs"][0]
+        if isinstance(first, str) and first in _REWARDS:
+            facts["reward_funcs"] = _REWARDS[first]
     return facts
 
 

@@ -357,7 +357,7 @@ class _Queue:
 
     @property
     def _num_joining(self) -> int:
-        """Number of texts that fit into the batch. Those with the same prompt join together, unless they are too many."""
+        """Number of texts that fit into the batch; those with the same prompt join together, unless too many."""
         most = count = min(len(self.waiting), self.batch_size - len(self.running))
         while 0 < count < len(self.waiting) and _is_same_prompt(self.waiting[count - 1], self.waiting[count]):
             count -= 1

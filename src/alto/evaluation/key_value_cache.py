@@ -66,7 +66,7 @@ class RoomyLayer(DynamicLayer):
         self._set_length(num_tokens)
 
     def join(self, other: RoomyLayer, places_B: Tensor, num_tokens: int) -> None:
-        """Add the rows of ``other``, and keep the last ``num_tokens`` tokens of all rows; shorter ones begin with zeros.
+        """Add the rows of ``other``, and keep the last ``num_tokens`` tokens; shorter rows begin with zeros.
 
         Args:
             places_B: The row that each row of this layer becomes, and then each row of ``other``.
@@ -105,5 +105,3 @@ def _joined(parts: Sequence[Tensor], places_B: Tensor, num_tokens: int) -> Tenso
         room[:, :, :missing].index_fill_(0, places, 0)  # masked, but a NaN would count
         room[:, :, missing:num_tokens].index_copy_(0, places, part[:, :, missing - num_tokens :])
     return room
-
-

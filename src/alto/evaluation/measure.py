@@ -32,7 +32,6 @@ from alto.objectives.pairs import preference_metrics
 from alto.records import GRADED_SCORERS, AdapterEvaluation, Evaluation, EvaluationResult, Prediction
 from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Scoring, quantisation_keys
 
-
 _Scorer = Callable[[Sequence[Answer], OnTurn], Sequence[float | None]]
 """A scorer, or rewards as a scorer; None means that an answer cannot be scored."""
 

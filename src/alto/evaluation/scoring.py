@@ -265,9 +265,18 @@ def scorable(rows: Sequence[Row], scoring: Scoring) -> list[Conversation]:
 
 def fitting_scorer(rows: Sequence[Row]) -> ScorerName:
     """Return the built-in scorer that suits the replies of ``rows``: the one that reads what all of them have, a tool
-    call, a number at the end, or JSON; else ``exact`` for short replies, and ``similarity`` for others."""
+    call, a number at the end, or JSON; else ``exact`` for short replies, and ``similarity`` for others.
+
+    Raises:
+        DataError: A row has no prompt or no reply.
+    """
     exact = Scoring(scorer="exact")
     replies = [_reference(row, exact) for row in scorable(rows, exact)]
+    if len(replies) < len(rows):
+        raise DataError(
+            f"expected rows of a prompt and a reply, found {len(rows) - len(replies)} without a prompt; name other columns, "
+            "or choose another goal"
+        )
 
     def fits(scorer: ScorerName, form: str) -> bool:
         is_read = len(scorable(rows, Scoring(scorer=scorer))) == len(rows)

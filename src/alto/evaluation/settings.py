@@ -21,8 +21,8 @@ class EvaluationSettings:
         metric: A word; a scorer of answers with the settings of ``select_by`` except ``at``, ``num_rows`` and
             ``max_new_tokens``; or a function that scores answers. ``auto`` measures the preference if rows are pairs;
             for a run that learned from rewards, the mean reward of the answers; else the loss, and the score of answers
-            if all rows can be scored: by the built-in scorer of the run's ``select_by``, or by exact match. Adapters with
-            a classification head are always measured on their labels.
+            if all rows can be scored: by the built-in scorer of the run's ``select_by``, or by exact match. Adapters
+            with a classification head are always measured on their labels.
         batch_size: Number of texts generated at a time, over all adapters. It affects speed and memory; results differ
             by rounding only.
         max_new_tokens: Maximum length of a generated text; less if the model has fewer positions left. None means 512,

@@ -172,9 +172,7 @@ def _tested_best(
     return found
 
 
-def _tested_losses(
-    state: TrainingState, recorder: JournalRecorder, jobs: Sequence[JobState]
-) -> dict[str, Evaluated]:
+def _tested_losses(state: TrainingState, recorder: JournalRecorder, jobs: Sequence[JobState]) -> dict[str, Evaluated]:
     """Return the losses of resident ``jobs`` on the test rows, by job; record why a job could not be tested."""
     while jobs and state.context.data.test is not None:
         try:

@@ -62,9 +62,7 @@ def _measuring_notes(history: RunHistory) -> list[str]:
         if split == "test":
             untested[job or "the starting point"] = why
         elif job:
-            notes.append(
-                f"{job} could not be measured once more at the end ({why}), so its earlier evaluation counts."
-            )
+            notes.append(f"{job} could not be measured once more at the end ({why}), so its earlier evaluation counts.")
         else:
             notes.append(f"The starting point could not be measured before training ({why}).")
     if untested:
