@@ -109,7 +109,7 @@ def test_skipped_rows_are_left_out_counted_and_noted(tmp_path: Path) -> None:
     assert len(rows.train) == 21
     data = rows.encode(load_tokenizer())
     assert data.counts()["bad_rows"] == 8
-    assert data.notes[0].startswith("8 rows of 29 of dataset left out (on_bad_row: skip): 1 not JSON, 1 not an object,")
+    assert data.notes[0].startswith("dataset: 8 of 29 rows left out (on_bad_row: skip): 1 not JSON, 1 not an object,")
     assert data.notes[0].endswith(f"; the first is {tmp_path / 'train.jsonl'}:2.")
     assert preview_rows(rows, load_tokenizer(), task, num_rows=0).notes == data.notes
 
@@ -197,5 +197,5 @@ def test_the_note_reaches_journal_and_report(tmp_path: Path) -> None:
     run = Path(result.run_dir)
     started = json.loads((run / "journal.jsonl").read_text().split("\n")[0])
     assert started["data"]["bad_rows"] == 3
-    assert started["notes"][0].startswith("3 rows of 23 of dataset left out (on_bad_row: skip): 3 not JSON")
-    assert "3 rows of 23 of dataset left out" in (run / "report.html").read_text()
+    assert started["notes"][0].startswith("dataset: 3 of 23 rows left out (on_bad_row: skip): 3 not JSON")
+    assert "dataset: 3 of 23 rows left out" in (run / "report.html").read_text()

@@ -293,8 +293,8 @@ _NUM_TOKENS = 7
 """Tokens in the observed forward pass; several, because the first ids of a vocabulary are often special, and some have
 no embedding."""
 
-_SAME = 1e-2
-"""Relative difference of a measured factor that rounding explains in any precision."""
+_TOLERANCE = 1e-2
+"""Largest relative error of a measured factor that can come from rounding, in any precision."""
 
 
 @runtime_checkable
@@ -471,5 +471,5 @@ def _factor(model: PreTrainedModel, measured: float) -> float | None:
         for name, value in vars(model.config.get_text_config()).items()
         if _SCALE.fullmatch(name) and isinstance(value, int | float) and value
     ]
-    near = [value for factor in known for value in (factor, 1 / factor) if abs(measured - value) <= _SAME * abs(value)]
+    near = [value for factor in known for value in (factor, 1 / factor) if abs(measured - value) <= _TOLERANCE * abs(value)]
     return min(near, key=lambda value: abs(measured - value)) if near and near[0] != 1 else None

@@ -22,7 +22,7 @@ from alto.kernels import send
 
 
 class PaddedRows:
-    """The place of every token in rows of one length.
+    """The position of every token in rows that are padded to the same length.
 
     Args:
         prefixes: Length of each sequence's prefix; see :class:`alto.backbone.sequences.Sequences`. The tokens of the

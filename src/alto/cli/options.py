@@ -140,7 +140,7 @@ def run_to_evaluate() -> Path:
     """Return the latest run in ``runs``; queues are skipped because they have no adapter of their own.
 
     Raises:
-        RunNotFoundError: There is none.
+        RunNotFoundError: There is no run.
     """
     found = latest_run(RUNS, lambda root: not QueueDir.exists(root))
     return _taken(found, "run", "alto eval RUN")

@@ -91,7 +91,7 @@ class Interrupt:
             self.announce(text)
 
     def how_to_continue(self, stop: KeyboardInterrupt, root: Path | None) -> str:
-        """Return what to tell the user after a stop at once: the whole command that resumes the work, if it had begun.
+        """Return the advice for the user after an immediate stop: the command that resumes the work, if it had begun.
 
         Args:
             stop: The exception; the engine adds a note with the command if a run or queue had begun.

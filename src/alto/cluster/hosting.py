@@ -254,8 +254,8 @@ def _redirect(stdout: Path, stderr: Path) -> None:
 
 
 def run_is_busy(attempt: AttemptDir) -> RunBusyError:
-    """Return the error for an attempt whose run another process does not release."""
+    """Return the error for an attempt at a run that another process keeps locked."""
     return RunBusyError(
-        f"expected a run that no other process works on, found that one still works on {attempt.run_dir} after "
+        f"expected a run that no other process works on, found that another process has held {attempt.run_dir} for "
         f"{LOCK_TIMEOUT_S:.0f} s; end that process, then resume the run"
     )

@@ -47,10 +47,10 @@ class LabelReader:
     reads_indices: bool
 
     def read(self, value: object) -> RowLabel:
-        """Return the label that ``value`` of a row means.
+        """Return the label for ``value``, the content of a row's label column.
 
         Raises:
-            LabelError: It means none.
+            LabelError: ``value`` is missing or is not a label.
         """
         if _is_missing(value):
             raise LabelError("a label", FaultKind.NO_LABEL)
@@ -369,7 +369,7 @@ class _Fields:
 
 
 def _completed(turns: list[Message], fields: _Fields) -> Conversation:
-    """Return ``turns`` behind the text of the system column, with the other arguments of the chat template."""
+    """Return a conversation: the text of the system column, then ``turns``; and the arguments of the chat template."""
     if fields.layout.column("system") is not None and turns[0].role not in ("system", "developer"):
         text = fields.text("system", optional=True)
         turns = [Message("system", text), *turns] if text else turns

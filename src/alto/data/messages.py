@@ -24,8 +24,8 @@ class Message:
     """One turn.
 
     Attributes:
-        role: ``system``, ``developer``, ``user``, ``assistant`` or ``tool``. Or ``text``: for a plain text, which is
-            trained as a whole, and for a raw prompt, which is not trained and whose reply is plain text as well.
+        role: ``system``, ``developer``, ``user``, ``assistant``, ``tool`` or ``text``. The role ``text`` is for plain
+            texts, which are trained completely, and for raw prompts and their replies. A raw prompt is not trained.
         is_context: Whether an assistant turn or a text is only shown to the model, not trained.
         extras: All other keys that the chat template gets (``tool_calls``, ``reasoning_content``, ``name``, …), as the
             text of a JSON object; its ``content`` is null if the row has no content. Empty if there are no other keys.

@@ -247,8 +247,8 @@ class BadRows:
     def note(self) -> str:
         """A notice for the user, one sentence."""
         return (
-            f"{counted(self.num_bad, 'row')} of {self.num_rows:,} of {self.key} left out ({_LEAVE_OUT}): "
-            f"{_counts(self.kinds)}; the first is {self.first}."
+            f"{self.key}: {self.num_bad:,} of {self.num_rows:,} rows left out ({_LEAVE_OUT}): {_counts(self.kinds)}; "
+            f"the first is {self.first}."
         )
 
 

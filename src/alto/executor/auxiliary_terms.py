@@ -166,7 +166,7 @@ def reference_losses(
     With several ranks, all jobs belong to one task, so that all ranks run the same number of forward passes.
 
     Args:
-        here: The jobs of this rank's bank, by local slot; all jobs of ``batch`` are among them.
+        here: Jobs in this rank's bank, by local slot, including all jobs of ``batch``.
         start_rows: See :class:`ReferenceKl`.
     """
     backbone = passes.backbone

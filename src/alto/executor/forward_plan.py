@@ -53,8 +53,8 @@ class PreparedStep:
         return None if prepared is None else prepared[1]
 
     def take_schedule(self, schedule: TokenSchedule) -> TokenSchedule:
-        """Remove and return the prepared schedule that equals this one, with its copies on devices; if there is none,
-        return ``schedule``."""
+        """Remove and return the prepared schedule that equals ``schedule`` and already has copies on devices. If none
+        was prepared, return ``schedule``."""
         self._last = self._schedules.pop(schedule, schedule)
         return self._last
 

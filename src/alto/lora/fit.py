@@ -59,8 +59,8 @@ def check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str, *, rem
     Args:
         network: The base model, with or without injected adapters.
         base: Name of the base model, for error messages.
-        remedy: How to name another base model, for error messages.
-        otherwise: Another remedy for tensors that ALTO does not support, for error messages.
+        remedy: Advice in error messages: how to name another base model.
+        otherwise: Further advice in error messages, for tensors that ALTO does not support.
 
     Raises:
         TargetModuleError: A tensor belongs to a module that the model does not have, or has the wrong shape.

@@ -20,7 +20,7 @@ class TargetModule:
 
     Attributes:
         is_router: Whether it is the weight of a router that is not a linear layer.
-        is_head: Whether it is the model's output head, which reads only positions that predict a trained token.
+        is_head: Whether it is the model's output head. The head reads only positions that predict a trained token.
         is_embedding: Whether it is the token embeddings, whose ``A`` has one row per token.
         num_experts: ``E``, number of matrices in a parameter of experts, each with a separate ``A`` and ``B``; None
             for a linear module.

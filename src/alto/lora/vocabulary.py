@@ -171,7 +171,8 @@ class MultiLoraHead(_VocabularyModule):
 
 @dataclass(slots=True, kw_only=True)
 class _HeadAdapters:
-    """The adapters of some trained tokens on the head; implements :class:`alto.backbone.output_head.LogitAdapters`.
+    """The adapters on the output head for some trained tokens; implements
+    :class:`alto.backbone.output_head.LogitAdapters`.
 
     Attributes:
         starts: Position of every slot's first token in the forward pass.
@@ -296,7 +297,8 @@ def _schedule_of_kept(schedule: TokenSchedule, x: Tensor) -> TokenSchedule:
     if x.ndim != 3 or rest or any(count % length for count in schedule.lengths):
         raise UnsupportedModelError(
             f"target_modules: expected a model that runs its output head on all {schedule.num_tokens} tokens of a "
-            f"forward pass, or on equally many of every row, found {num_kept}; leave the output head out"
+            f"forward pass, or on the same number of tokens of every row, found {num_kept} tokens; leave the output "
+            "head out"
         )
     counts = [count // length * x.shape[1] for count in schedule.lengths]
     return TokenSchedule.build(schedule.slots, counts, schedule.scales)

@@ -20,7 +20,7 @@ class JobWork:
 
     Attributes:
         num_tokens: Expected tokens of a step, rounded up.
-        num_evaluations: Number of evaluations on the whole validation set; one on a part of it counts as that share.
+        num_evaluations: Number of evaluations; an evaluation on a part of the validation rows counts as a fraction.
     """
 
     job: str

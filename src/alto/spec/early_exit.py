@@ -265,7 +265,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
         progress = [pair[0] for pair in pairs]
         if any(later <= earlier for earlier, later in itertools.pairwise(progress)):
             raise ValueError(
-                f"should rise in progress from rung to rung, found {progress}. Order the rungs and give each once."
+                f"should be in increasing order of progress, found {progress}. Sort the rungs and give each once."
             )
         return tuple((float(progress), float(keep)) for progress, keep in pairs)
 
@@ -288,7 +288,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
                 f"{quoted(given)}. Use for example {example}, or remove the key; evaluation_share then decides."
             )
         if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(pairs)):
-            raise ValueError(f"should rise in progress, found {quoted(given)}. Order the pairs and give each once.")
+            raise ValueError(
+                f"should be in increasing order of progress, found {quoted(given)}. Sort the pairs and give each once."
+            )
         return pairs if info.field_name == "evaluations" else pairs[0]
 
     @field_validator("min_kept", mode="before")

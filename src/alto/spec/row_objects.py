@@ -157,7 +157,7 @@ def _frame_rows(frame: Any, key: str) -> Iterator[dict[Any, Any]]:
     twice = next((column for column, count in Counter(columns).items() if count > 1), None)
     if twice is not None:
         raise SpecError(
-            f"{key} should be a frame of rows with every column once, found {quoted(twice)} twice. Rename one."
+            f"{key} should be a data frame with unique column names, found {quoted(twice)} twice. Rename one."
         )
     cells = frame.itertuples(index=False, name=None)
     missing = frame.isna().itertuples(index=False, name=None)

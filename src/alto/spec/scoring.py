@@ -237,7 +237,7 @@ class Scoring(SpecModel):
                 f"{quoted(at)}. For example: [0.1, 0.25]."
             )
         if any(later <= earlier for earlier, later in itertools.pairwise(rungs)):
-            raise ValueError(f"should rise from rung to rung, found {quoted(at)}. Order the rungs and give each once.")
+            raise ValueError(f"should be in increasing order, found {quoted(at)}. Sort the rungs and give each once.")
         return rungs
 
     @field_validator("keys", mode="before")

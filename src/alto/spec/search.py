@@ -100,18 +100,18 @@ class Search(SpecModel):
     def _check_fits_algorithm(self) -> Search:
         if self.num_initial_jobs is not None and self.algorithm not in ("tpe", "pbt"):
             raise ValueError(
-                f"num_initial_jobs: expected it with algorithm tpe or pbt, found {self.algorithm!r}, whose jobs all "
-                "begin with the task. Remove it, or set budget.jobs."
+                f"num_initial_jobs: expected algorithm tpe or pbt with this key, found {self.algorithm!r}, which "
+                "creates all jobs at the start of the task. Remove the key, or set budget.jobs."
             )
         if self.usual_learning_rate is not None and self.algorithm != "tpe":
             raise ValueError(
-                f"usual_learning_rate: expected it with algorithm tpe, found {self.algorithm!r}, which draws from the "
-                "whole range. Remove it, or set algorithm to tpe."
+                f"usual_learning_rate: expected algorithm tpe with this key, found {self.algorithm!r}, which draws from "
+                "the whole range. Remove the key, or set algorithm to tpe."
             )
         if self.budget.jobs is not None and self.algorithm == "grid":
             raise ValueError(
-                "budget.jobs: expected it with an algorithm other than 'grid', which trains all configurations. Set "
-                "algorithm to random or tpe, or limit samples or duration_s."
+                "budget.jobs: expected an algorithm other than grid with this key, because grid trains all "
+                "configurations. Set algorithm to random or tpe, or limit samples or duration_s."
             )
         return self
 
