@@ -266,8 +266,8 @@ def _check_shardable(spec: BaseModelSpec, config: PreTrainedConfig) -> None:
         )
     if not spec.use_safetensors:
         raise UnsupportedError(
-            f"num_gpus: expected safetensors, of which every GPU reads its part, found 'use_safetensors: false'; "
-            f"convert {spec.id!r} to safetensors and remove the key, or set num_gpus to 1"
+            "num_gpus: expected safetensors, because every GPU reads only a part of such a file, found "
+            f"'use_safetensors: false'; convert {spec.id!r} to safetensors and remove the key, or set num_gpus to 1"
         )
 
 

@@ -164,7 +164,7 @@ class Sequences:
         return list(accumulate(self.key_lengths, initial=0))
 
     def _key_tokens(self) -> Tensor:
-        """Return the index of the token at every place of the result of :meth:`with_prefixes`."""
+        """Return the index of the token at every position of the result of :meth:`with_prefixes`."""
         ranges = [
             torch.arange(first, first + count)
             for provider, prefix, start, length in self._parts()
@@ -173,8 +173,8 @@ class Sequences:
         return torch.cat(ranges)
 
     def _own_keys(self) -> Tensor:
-        """Return the place of every token in the result of :meth:`with_prefixes`, among the keys of its own
-        sequence."""
+        """Return the position of every token in the result of :meth:`with_prefixes`; the copies in prefixes of other
+        sequences are not included."""
         keys = zip(self._parts(), self._key_offsets(), strict=False)
         return torch.cat([torch.arange(key + prefix, key + prefix + length) for (_, prefix, _, length), key in keys])
 
@@ -184,8 +184,8 @@ class Sequences:
         return torch.cat([torch.arange(provider, provider + max(prefixes)) for provider, (prefixes, _) in lent])
 
     def _copies(self) -> Tensor:
-        """Return the places of the tokens of :meth:`_lent` as parts of prefixes, ``[P, C]``; rows with fewer places are
-        filled with the index after the last place."""
+        """Return the positions of the copies of the tokens of :meth:`_lent`, ``[P, C]``. Rows with fewer copies are
+        filled with the index after the last position."""
         behind, borrowers = sum(self.key_lengths), list(self._borrowers().values())
         most = max(len(prefixes) for prefixes, _ in borrowers)
         found = [torch.full((max(prefixes), most), behind) for prefixes, _ in borrowers]
@@ -195,8 +195,8 @@ class Sequences:
         return torch.cat(found)
 
     def _borrowers(self) -> dict[int, tuple[list[int], list[int]]]:
-        """Map the first token of each sequence that provides prefixes to their lengths and to the places where they
-        begin."""
+        """Map the first token of each sequence that provides prefixes to the lengths and the first positions of these
+        prefixes."""
         found: dict[int, tuple[list[int], list[int]]] = {}
         for (provider, prefix, _, _), key in zip(self._parts(), self._key_offsets(), strict=False):
             if prefix:

@@ -172,7 +172,7 @@ class Cluster(Protocol):
 
     @property
     def has_gpus(self) -> bool:
-        """False if CPU slots take the place of GPUs."""
+        """False if CPU slots are used instead of GPUs."""
 
     def start(self, launch: Launch) -> None:
         """Start an executor; :meth:`poll` reports its events, including a failure to start.

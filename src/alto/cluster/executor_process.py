@@ -1,5 +1,5 @@
-"""A process on this machine that works on runs, one after the other or several at once, and its runs, as seen by its
-cluster.
+"""A process on this machine that works on runs, one after the other or several at the same time; and its runs, as seen
+by its cluster.
 """
 
 from __future__ import annotations

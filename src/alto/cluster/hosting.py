@@ -1,4 +1,4 @@
-"""Works on the runs that the cluster orders this process to work on: one after the other, or several at once."""
+"""Works on the runs that the cluster assigns to this process: one after the other, or several at the same time."""
 
 from __future__ import annotations
 

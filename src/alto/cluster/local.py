@@ -75,7 +75,7 @@ class LocalCluster:
 
     @property
     def has_gpus(self) -> bool:
-        """False if CPU slots take the place of GPUs."""
+        """False if CPU slots are used instead of GPUs."""
         return bool(self._devices)
 
     def start(self, launch: Launch) -> None:

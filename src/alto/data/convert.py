@@ -258,7 +258,7 @@ def to_labelled(row: RawRow, layout: Layout) -> Conversation:
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
-    """Convert one row into its two conversations; their common beginning is context, whatever its roles.
+    """Convert one row into two conversations. Their common beginning is context, for all roles.
 
     Raises:
         RowError: The row could not be read; a column does not hold what the form needs; the conversations are equal, or
@@ -444,7 +444,7 @@ def _with_input(role: str, fields: _Fields) -> Message:
 
 
 def _labelled_reply(fields: _Fields) -> list[Message]:
-    """Return the completion behind its prompt, or a conversation in which all but the last message are context."""
+    """Return the prompt and its completion, or a conversation in which only the last message is not context."""
     if fields.layout.column("messages") is None:
         return _prompt_completion(fields)
     turns = fields.turns_or_text("messages", "user")

@@ -58,7 +58,7 @@ class TextTokenizer:
 
     @cached_property
     def is_fast(self) -> bool:
-        """Whether the tokenizer knows the positions of its tokens, and takes many texts at once."""
+        """Whether the tokenizer returns the positions of its tokens in the text, and accepts many texts in one call."""
         return bool(getattr(self._tokenizer, "is_fast", False))
 
     def tokens(self, wanted: Sequence[Wanted]) -> list[Tokens]:

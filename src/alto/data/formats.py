@@ -256,7 +256,7 @@ def _fitting_most(num_fitting: Mapping[Layout, int]) -> list[Layout]:
 
 
 def _of_kind(layouts: list[Layout], is_paired: bool | None) -> list[Layout]:
-    """Return the layouts of pairs, or those of replies; all layouts if there are none of that kind."""
+    """Return the layouts of pairs, or the layouts of replies. If there are none of this kind, return all layouts."""
     return [layout for layout in layouts if layout.is_paired == is_paired] or layouts
 
 

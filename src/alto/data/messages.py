@@ -124,7 +124,7 @@ class Conversation(tuple[Message, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two conversations with the same beginning, of which the first ends better; the shared turns are context."""
+    """Two conversations with the same beginning; the first has the better end. The shared turns are context."""
 
     chosen: Conversation
     rejected: Conversation
@@ -137,7 +137,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class LabelledText:
-    """One text, two texts or a conversation, with a label; ``where`` is the place of the row, for messages."""
+    """One text, two texts or a conversation, with a label; ``where`` is the file and line of the row, for messages."""
 
     text: str | Conversation
     text_pair: str | None
@@ -150,7 +150,7 @@ Row: TypeAlias = Conversation | Pair | LabelledText
 
 
 def place_of(row: Row, otherwise: str) -> str:
-    """Return the place of ``row``, for messages; ``otherwise`` if unknown."""
+    """Return file and line of ``row``, for messages; ``otherwise`` if unknown."""
     return getattr(row.chosen if isinstance(row, Pair) else row, "where", "") or otherwise
 
 

@@ -269,7 +269,7 @@ class TaskData:
         return replace(self, **named)
 
     def with_all_rows(self) -> Self:
-        """Return the same data with the validation rows behind the training rows, source by source, and no validation
+        """Return the same data with the validation rows after the training rows, source by source, and no validation
         rows."""
         notes = reading_notes(len(self.validation), self.num_repeated)
         return replace(

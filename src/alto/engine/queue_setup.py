@@ -62,11 +62,12 @@ class QueueSetup:
     def sized_for(self, tasks: Sequence[Task]) -> Self:
         """Return this setup with a number of CPU slots for ``tasks``, if the user has not set one.
 
-        There are at most as many slots as the tasks ask for, as there are cores, and as processes fit into the memory.
-        Several processes of one thread train more tokens per second than one process with as many threads, so there
-        are this many, unless measurements of the base models (``alto plan``, ``alto tune``) show that equal tasks end
-        sooner on fewer slots: three tasks on two cores, for example, if a second thread is worth more than half a core.
-        If the size of a base model is not known, there is one slot.
+        The number of slots is limited by three numbers: the slots that the tasks ask for, the cores, and the processes
+        that fit into memory. The largest number within these limits is used, because several processes with one thread
+        each usually train more tokens per second than one process with several threads. If measurements of the base
+        models (``alto plan``, ``alto tune``) show that equal tasks end sooner on fewer slots, fewer are used. For
+        example, three tasks on two cores end sooner on one slot if a second thread adds more than half the speed of the
+        first. If the size of a base model is not known, there is one slot.
         """
         if self.total_gpus is not None or self.cluster != "local" or not tasks or torch.cuda.is_available():
             return self
@@ -89,7 +90,7 @@ class QueueSetup:
         queue.
 
         Args:
-            has_gpus: False if CPU slots take the place of GPUs.
+            has_gpus: False if CPU slots are used instead of GPUs.
         """
         self.problem(tasks, [TaskEstimate(duration_s=1.0)] * len(tasks), nodes)
         for task in tasks.values():

@@ -30,7 +30,7 @@ from alto.spec import LOSS, BaseModelSpec, EarlyExit, GrpoSettings, Job, JobConf
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskContext:
-    """A task whose base model and rows are loaded and whose jobs are planned for them.
+    """A task with its loaded base model and rows, and with jobs planned for them.
 
     Every job refers to the context of its task for objective, rows, metric and early-exit settings.
 

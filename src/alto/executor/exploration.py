@@ -236,8 +236,8 @@ class Exploration:
             self._lifecycle.exit(self._state.jobs[job], ExitReason.BUDGET)
 
     def _changed(self, config: JobConfig, changes: Mapping[str, float]) -> JobConfig:
-        """Return ``config`` with those of ``changes`` that its other settings allow. For instance, adapters on experts
-        allow no dropout."""
+        """Return ``config`` with the ``changes`` that its other settings allow. For instance, adapters on experts allow
+        no dropout."""
         for key, value in changes.items():
             with contextlib.suppress(SpecError):
                 config = self._task.job_config({**config.to_dict(), key: value})

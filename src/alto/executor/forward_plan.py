@@ -22,11 +22,11 @@ from alto.scheduler import RankSlots
 
 
 class PreparedStep:
-    """Batches and schedules of the micro-batches that are expected next, found by their inputs. They are made on the
-    host while the device computes the current step.
+    """Batches and schedules of the micro-batches that are expected next, by their inputs. The host makes them while the
+    device computes the current step.
 
-    If a step turns out differently (a job ended, or memory ran out and the micro-batches are smaller), it finds nothing
-    here and makes its own. The computed values never depend on what was prepared.
+    The next step may differ from the expected one, because a job has ended, or memory ran out and micro-batches are
+    smaller. Such a step makes its own batches and schedules. The computed values never depend on what was prepared.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class PreparedStep:
         self._last: TokenSchedule | None = None
 
     def add(self, parts: Sequence[JobRows], batch: TokenBatch, schedule: TokenSchedule) -> None:
-        """Keep the batch and the schedule of a micro-batch. ``schedule`` is copied at once to the devices that the last
-        used schedule was copied to."""
+        """Keep the batch and the schedule of a micro-batch. ``schedule`` is copied immediately to the devices of the
+        schedule that was used last."""
         if self._last is not None:
             schedule.copy_as(self._last)
         self._batches[_key(parts)] = (tuple(parts), batch)

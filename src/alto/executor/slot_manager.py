@@ -85,7 +85,7 @@ class SlotManager:
         self.memory_ran_out = on_memory_event
 
     def attach(self, jobs: Iterable[JobState], *, max_tokens_per_pass: int) -> None:
-        """Get slots for ``jobs``, none of which is resident yet.
+        """Get slots for ``jobs``, before any of them is resident.
 
         Args:
             jobs: Every job that may be admitted before the next :meth:`fit`.

@@ -316,7 +316,11 @@ def _custom(draft: Draft, kind: Mapping[str, Any], where: str) -> tuple[str, dic
 def _reply_columns(
     draft: Draft, entry: Mapping[str, Any], form: str, types: Mapping[str, Mapping[str, str]], where: str
 ) -> dict[str, str]:
-    """Return the columns of pairs or labelled replies; ``types`` has those of each name after the template."""
+    """Return the columns of pairs or labelled replies.
+
+    Args:
+        types: Columns by the second part of Axolotl's ``type`` (``template.name``).
+    """
     kind = entry.get("type")
     if isinstance(kind, Mapping):
         return _custom_columns(draft, kind, form, where)

@@ -147,9 +147,9 @@ def _gradient_columns(tile: int, wide: torch.dtype, bank: torch.dtype) -> int:
 
 
 def narrow_dtype(wide: torch.dtype, bank: torch.dtype) -> torch.dtype:
-    """Return the dtype of the products ``s`` and ``ds``: that of the factors they become in the next product.
+    """Return the dtype of ``s`` and ``ds``. It is the dtype that the next product needs.
 
-    So each is rounded only once, and with 16-bit factors only half as many bytes are read.
+    So each is rounded only once, and with 16-bit factors only half the bytes are read.
     """
     return wide if _multiplies_16_bits(wide, bank) else bank
 

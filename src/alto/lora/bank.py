@@ -398,8 +398,7 @@ def _is_overwritten(module: TargetModule) -> bool:
 
 
 def _orthogonal(num_in: int, rank: int, num_out: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return ``A`` in the span of the even-indexed rows of a random orthogonal matrix, and ``B`` in that of the
-    odd-indexed ones.
+    """Return ``A`` in the span of the even rows of a random orthogonal matrix, and ``B`` in the span of its odd rows.
 
     Source: PEFT 0.21, ``LoraLayer.orthogonal_init``.
     """

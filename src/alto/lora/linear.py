@@ -1,4 +1,4 @@
-"""Frozen linear layers that apply the adapters of all slots at once."""
+"""Frozen linear layers that apply the adapters of all slots together."""
 
 from __future__ import annotations
 
@@ -225,8 +225,8 @@ class PositionMap(Protocol):
 class ForwardContext:
     """The context that tells every injected module which slot each token of the current forward pass belongs to.
 
-    The model owns its groups, and the groups own the bank. The context holds only weak references to the groups, so a
-    bank is freed together with its model (or when it is ejected) at once, without waiting for Python's garbage
+    The model owns its groups, and the groups own the bank. The context holds only weak references to the groups.
+    Therefore a bank is freed as soon as its model is freed or the bank is ejected, without waiting for Python's garbage
     collector.
 
     Args:

@@ -58,8 +58,7 @@ class _VocabularyModule(InjectedModule):
 
 class MultiLoraEmbedding(_VocabularyModule, SettingsModule):
     """Frozen token embeddings with one adapter per slot (``target_modules: [embed_tokens]``), or with a separate table
-    per job (``modules_to_save``). Without a token schedule, the output is that of the base
-    embeddings."""
+    per job (``modules_to_save``). Without a token schedule, they act as the frozen embeddings alone."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, input_ids: Tensor) -> Tensor:

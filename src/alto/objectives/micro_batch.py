@@ -148,8 +148,8 @@ def reference_sums(backbone: Backbone, batch: TokenBatch) -> tuple[Tensor, Tenso
     """Return log-probs under ``backbone``, and the part of them that comes from tokens beyond the length of the pair's
     shorter reply: both ``[Q, 2]`` float64 nats.
 
-    The log-probs are those of the chosen and the rejected reply of every pair; for rows with one reply, that of the
-    reply and 0; for a dummy batch, numbers that are not used.
+    The columns are the chosen and the rejected reply of every pair. For rows with one reply, the first column is this
+    reply and the second is 0. For a dummy batch, the numbers are not used.
     """
     losses_S = token_losses(backbone, batch)
     sums = -run_sums(losses_S, batch.sequence_targets)

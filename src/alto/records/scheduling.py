@@ -1,4 +1,4 @@
-"""Records of GPUs, and of which task runs on them when."""
+"""Records of GPUs and of schedules: where and when each task runs."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class ParkReason(StrEnum):
     - ``slot_wanted``: it waits at its rung, and another job can train.
     - ``over_limit``: the residents have more tokens than the limit, which was lowered.
     - ``over_share``: its task now has fewer slots.
-    - ``rebalanced``: it moves at once to a slot of another rank, or of all ranks.
+    - ``rebalanced``: it moves, in the same plan, to a slot of another rank, or of all ranks.
     """
 
     SLOT_WANTED = "slot_wanted"

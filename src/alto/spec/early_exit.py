@@ -136,7 +136,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
     shares of their steps; and it calls a job overfitting when its validation loss has turned upward by more than its
     own noise, not when there is a gap between validation and training loss.
 
-    A non-finite loss always ends a job, whatever the settings.
+    A non-finite loss ends a job with any settings.
 
     Attributes:
         enabled: False trains every job to its last step.

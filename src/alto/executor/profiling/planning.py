@@ -72,7 +72,7 @@ def disk_notes(needed: int, free: int, folder: Path) -> tuple[str, ...]:
 
 
 def with_free_space(plan: TaskPlan, output_dir: Path) -> TaskPlan:
-    """Return ``plan`` with the free bytes at the place of its run, and a note if they may be too few."""
+    """Return ``plan`` with the free bytes on the disk of its run, and a note if they may not be enough."""
     free = free_bytes(output_dir)
     notes = disk_notes(plan.disk_bytes, free, output_dir.resolve())
     return replace(plan, disk_free_bytes=free, notes=(*plan.notes, *notes))

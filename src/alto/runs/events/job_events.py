@@ -225,7 +225,7 @@ class JobAdded(RunEvent):
     copy of a better job with which a population continues.
 
     Attributes:
-        origin: The job of which it is a clone or copy; None for a suggestion.
+        origin: For a clone or copy: the original job. None for a suggestion.
         warm: Whether it starts with the best weights of ``origin``.
         command: Id of the user's command that made the clone; None for other jobs, or if the journal does not have it.
         forked_at: Step of ``origin`` from which it continues, with its weights and optimizer state; 0 for all other

@@ -120,7 +120,7 @@ class Bin:
     """An executor and the tasks planned for it.
 
     Attributes:
-        tasks: The planned tasks, all of which may share.
+        tasks: The planned tasks; all of them may share.
         executor: The running executor that they join; empty: a new one.
         running: Sharing facts of the tasks that already run in it.
     """

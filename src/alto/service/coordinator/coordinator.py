@@ -315,7 +315,7 @@ class Coordinator:
     # -- jobs of the control plane ---------------------------------------------------------------------------------
 
     def _submit_wanted(self, plane: ControlPlane) -> None:
-        """Submit the jobs whose turn it is, and take back waiting jobs whose turn it is not."""
+        """Submit the jobs that come next, and withdraw waiting jobs that do not come next any more."""
         num_gpus, most = plane.capacity()
         states = plane.states()
         begun = {job: live for job, live in self._live.items() if not states[live.run_name].is_new}

@@ -116,7 +116,7 @@ class Leadership:
             )
 
     def release(self) -> None:
-        """Give up leadership, so that another server can lead at once."""
+        """Give up leadership, so that another server can lead without waiting for the lease to end."""
         if self._epoch is None:
             return
         with self._store.writing() as session:
