@@ -17,7 +17,7 @@ _LIMIT = "---\n"
 _FOLDER = 'folder = "path/to/this/folder"'
 _CODE = re.compile(r"```python\n(?:(?!```).)*path/to/this/folder(?:(?!```).)*```\n", re.DOTALL)
 _PIPELINES = {"AutoModelForImageTextToText": "image-text-to-text"}
-"""The hub's pipeline tag by the class that loads a model, for classes whose tag is not ``text-generation``."""
+"""The hub's pipeline tag, by the ``Auto`` class of the model; all other classes have ``text-generation``."""
 
 
 def card_header(base_model: str, *, library: str, pipeline: str, tags: Sequence[str]) -> str:

@@ -234,7 +234,7 @@ class _Given(nn.Module):
 
 
 _EPSILONS = ("variance_epsilon", "eps")
-"""Attributes in which transformers' norms keep the number that is added to the mean square."""
+"""Names of the attribute of transformers' norms that holds the epsilon, which is added to the mean square."""
 
 _ROW_SIZES = (1.0, 1e-3, 30.0, 0.0, 1.0)
 """Magnitudes of the test rows; the mean square of the second row is close to a typical epsilon."""
@@ -265,8 +265,8 @@ class FusedNorm(FusedForward):
 
 
 def norm_signature(module: nn.Module) -> tuple[Any, ...] | None:
-    """Return everything except the weights that decides what an RMS norm computes; None if ``module`` does not have the
-    structure of an RMS norm: one weight for each number of a row, an epsilon, and nothing else."""
+    """Return everything except the weights that determines the result of an RMS norm. Return None if ``module`` does not
+    have the structure of an RMS norm: one weight for each number of a row, an epsilon, and nothing else."""
     weight = module._parameters.get("weight")
     has_more = len(module._parameters) != 1 or any(module.children()) or any(module.buffers())
     if weight is None or weight.dim() != 1 or has_more or isinstance(module, nn.LayerNorm):

@@ -21,8 +21,8 @@ DEFAULT_MODEL = "alto-tiny"
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the folders of runs and queues whose paths begin with ``incomplete``, newest first: in the folder that
-    ``incomplete`` names, or in ``runs`` if it names none."""
+    """Return the folders of runs and queues with paths that begin with ``incomplete``, newest first. If ``incomplete``
+    contains no folder, the folder is ``runs``."""
     return [path for path, _ in _matching_runs(incomplete)]
 
 

@@ -50,10 +50,11 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 IDLE_TIMEOUT_S = 60.0
-"""Time for which an actor without a task is kept, for a task that needs the base model in its process."""
+"""Time for which an actor without a task is kept. A later task can then use the base model in its process."""
 
 PACKAGES = ("alto-lora", "torch")
-"""Packages that need the same version on all nodes as here. Ray compares its own version and that of Python."""
+"""Packages that must have the same version on all nodes as in this process. Ray itself compares the versions of Ray and
+Python."""
 
 VERSIONS_TIMEOUT_S = 60.0
 """Time for a node to tell its versions; Ray may have to start a process for it."""
@@ -498,7 +499,7 @@ class RayCluster:
         return changes
 
     def _check_resource(self, table: Table) -> None:
-        """End everything if GPUs have joined a cluster whose CPU slots are used: what to use must be decided again."""
+        """Stop all executors if GPUs have joined a cluster with CPU slots, so that a restart uses the GPUs."""
         if self.has_gpus or slot_resource(table) != "GPU":
             return
         for actor in list(self._actors):

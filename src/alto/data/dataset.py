@@ -43,7 +43,7 @@ def writing_cache(folder: Path) -> Iterator[None]:
 
 
 def close_abandoned(file: IO[bytes]) -> None:
-    """Close a file that nobody reads any more; data that is not on the disk yet may be lost."""
+    """Close a file that is not needed any more; data that is not on the disk yet may be lost."""
     with contextlib.suppress(OSError):
         file.close()
 
@@ -102,9 +102,9 @@ VIEWS = _ViewStore()
 
 
 class DiskStore(_ViewStore):
-    """A store that keeps rows in unnamed files in ``folder``, which are gone when this process ends, in any way.
+    """A store that keeps rows in unnamed files in ``folder``. The files disappear when this process ends or is killed.
 
-    Eight bytes a row, and some rows of each file, are in memory.
+    Eight bytes per row, and some rows of each file, are in memory.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -144,7 +144,7 @@ class Layout:
         return self.form in _PAIR_FORMS
 
     def misfit(self, row: RawRow) -> RowFault | None:
-        """Return the fault of a row that lacks a column that every row needs; None if it has them all."""
+        """Return the fault of a row if a required column is missing; None if it has all of them."""
         optional = _OPTIONAL["messages" if self.form == "sharegpt" else self.form]
         if all(column in row.values for role, column in self.columns if role not in optional):
             return None
@@ -232,7 +232,7 @@ def find_layout(
 def _preferred(
     num_fitting: Mapping[Layout, int], num_rows: int, *, is_paired: bool | None, is_labelled: bool, is_classified: bool
 ) -> list[Layout]:
-    """Return the layouts that fit most of the rows; among equals, those that use more of the columns."""
+    """Return the layouts that fit the largest number of rows. If several do, keep those that use the most columns."""
     found = _fitting_most(num_fitting)
     wanted = {layout: count for layout, count in num_fitting.items() if layout.is_paired == is_paired}
     is_other_kind = all(layout.is_paired != is_paired for layout in found)

@@ -52,7 +52,7 @@ _EMPTY: tuple[object, ...] = (None, "", [], {})
 """Values of a column that have nothing to read."""
 
 _WITHOUT_EFFECT = {"name", "model", "chat_template", "token_cache"}
-"""Data keys that do not change which rows there are; the chat template belongs to the tokenizer."""
+"""Data keys that do not change the rows. The chat template belongs to the tokenizer."""
 
 
 def read_task_rows(task: Task, *, head: HeadStore | None = None) -> TaskRows | CachedRows:

@@ -96,7 +96,8 @@ class _Record:
         self._changes = [0] * (len(messages) + 2)
 
     def read(self, index: int) -> None:
-        """Note a look at message ``index``, which changes beginnings that have the current message but not this one."""
+        """Record that the template reads message ``index``. Beginnings of the conversation that contain the current
+        message but not this one may then be rendered differently."""
         if self._current < index < len(self.messages):
             self._changes[self._current + 1] += 1
             self._changes[index + 1] -= 1

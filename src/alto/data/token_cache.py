@@ -224,8 +224,8 @@ def check_files(folder: Path, facts: FileFacts) -> None:
 
 
 class _MappedFile:
-    """Numbers in a memory-mapped file. Pages that were read are given back regularly, so that a process that reads the
-    whole file holds only a part of it."""
+    """Numbers in a memory-mapped file. Pages that were read are released regularly, so that only a part of the file is in
+    memory even after the whole file was read."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         with path.open("rb") as file:
@@ -299,7 +299,7 @@ class _OfRows(LazySequence[Item]):
 
 
 Encode: TypeAlias = Callable[[Callable[[str], RowWriter]], TaskData]
-"""Function that tokenises the data of a task; takes a function that makes the writer for the split of a given name."""
+"""Function that tokenises the data of a task. Its argument is a function from the name of a split to its writer."""
 
 _FACTS = "data.json"
 _FOREVER_S = 10.0**9

@@ -19,8 +19,8 @@ from alto.scheduler.queue import QueueSettings, TaskState
 from alto.spec import Task
 
 MAX_PLANNED = 32
-"""When more runs than this wait, each plan covers only the runs that start now, so that GPUs do not wait for a
-solver."""
+"""Maximum number of waiting runs in a plan. If more wait, a plan covers only the runs that start now, so that GPUs do
+not wait for a solver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

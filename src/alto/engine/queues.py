@@ -116,7 +116,7 @@ class QueueRunner:
             queue.serve()
 
     def resume(self, root: str | Path, *, trust_remote_code: bool, keep_open: bool = False) -> list[TaskResult]:
-        """Resume the queue at ``root``, on the cluster that it started on, or on the one that the caller names."""
+        """Resume the queue at ``root``, on the cluster that the caller names, or by default on its first cluster."""
         queue_dir = QueueDir.open(root)
         entries, settings = queue_dir.read()
         _check_settings(settings, queue_dir)

@@ -244,7 +244,7 @@ def scorer_of(scoring: Scoring) -> Scorer:
 
 
 def needed_of(scoring: Scoring) -> str:
-    """Return the property that a row's reply needs to be scored; it completes the phrase "replies that ..."."""
+    """Return the condition for scoring a row's reply, as the end of the phrase "replies that ..."."""
     matching = matching_of(scoring)
     return "are text after a prompt" if matching is None else matching.needed
 

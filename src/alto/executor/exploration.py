@@ -102,8 +102,8 @@ class Exploration:
         self._is_exhausted = False
 
     def suggest(self, num_slots: int) -> None:
-        """Add jobs for the slots that no current job of the task can use now. ``num_slots`` is the number of slots that
-        the task may have."""
+        """Add jobs for slots that the current jobs cannot use now. ``num_slots`` is the task's maximum number of
+        slots."""
         search = self._task.search
         if search.algorithm != "tpe":
             return

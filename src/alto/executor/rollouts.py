@@ -270,8 +270,7 @@ class Sampled:
 
     @classmethod
     def of_rows(cls, job: JobState, slot: int, rows: Iterable[int], backbone: Backbone, *seeds: int) -> Self:
-        """Return completions of ``rows`` that a job draws in its next step, with random numbers that also depend on
-        ``seeds``."""
+        """Return the completions of ``rows`` to sample in the next step of a job. ``seeds`` are added to its seed."""
         settings, limit = _settings(job.config), max_positions(backbone)
         sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
         texts, references = [], []
@@ -379,11 +378,11 @@ class Sampled:
         return any(text.is_broken for text in self.texts)
 
     def rollout(self, rewards: Sequence[float], job: JobState, metrics: Mapping[str, float]) -> Rollout:
-        """Return the completions that have a gradient: all if the loss has a divergence or a balance of routers, else
-        those with an advantage.
+        """Return the completions to train. These are all completions if the loss has a KL term or a router loss;
+        otherwise only completions with an advantage, because the others have no gradient.
 
         Args:
-            metrics: Means over the completions of the prompts that came first.
+            metrics: Means over the completions of the first prompts, before other prompts replaced some of them.
         """
         settings, has_all = self._settings, bool(self._settings.beta or job.planned.router_aux_loss_coef)
         advantages = group_advantages(rewards, settings)
@@ -413,8 +412,8 @@ def prompt_and_reply(dataset: EncodedDataset, row: int) -> tuple[tuple[int, ...]
 
 
 def group_advantages(rewards: Sequence[float], settings: GrpoSettings) -> list[float]:
-    """Return how much better each reward is than the mean of its group, in standard deviations if rewards are scaled;
-    0 for rewards that are NaN. Standard deviations divide by the number of rewards less one, as in TRL."""
+    """Return each reward minus the mean of its group, divided by the standard deviation if rewards are scaled; 0 for
+    rewards that are NaN. Standard deviations divide by the number of rewards minus one, as in TRL."""
     of_batch = _deviation(rewards)
     found = []
     for group in groups_of(rewards, settings):

@@ -232,8 +232,8 @@ class SlotManager:
         return self._store.folder(job.id, kind)
 
     def remove_predecessors(self, jobs: Iterable[JobState]) -> None:
-        """Remove the states that the saved states replace, and the ``last`` states of jobs that cannot be resumed.
-        The checkpoint in the journal must refer to none of them."""
+        """Remove outdated states of jobs, and the ``last`` states of jobs that cannot be resumed. The checkpoint in the
+        journal must not refer to them."""
         self._store.remove_predecessors()
         for job in jobs:
             if not job.is_resumable:

@@ -224,8 +224,8 @@ def bank_adamw(
 
 
 def compile_kernels(run: Callable[[], None]) -> Iterator[tuple[int, int]]:
-    """Compile the kernels that the ops in ``run`` launch and that are not compiled yet, one per iteration, without
-    running them.
+    """Compile all kernels that ``run`` would launch, one per iteration, without running them. Compiled kernels are
+    skipped.
 
     This backend has no kernels to compile.
 

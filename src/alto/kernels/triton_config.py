@@ -155,7 +155,7 @@ def narrow_dtype(wide: torch.dtype, bank: torch.dtype) -> torch.dtype:
 
 
 def working_dtype(base: torch.dtype, bank: torch.dtype) -> torch.dtype | None:
-    """See :func:`alto.kernels.reference.working_dtype`: the dtype that factors are rounded to, which halves the bytes
+    """See :func:`alto.kernels.reference.working_dtype`. Factors are rounded to this dtype, so that half the bytes are
     read."""
     return base if _multiplies_16_bits(base, bank) and bank.itemsize > base.itemsize else None
 

@@ -185,8 +185,8 @@ class AdapterBank:
                 yield operands
 
     def tensors(self, name: str) -> SlotTensors | None:
-        """Return the view of the bank for the layer that uses the extra tensor ``name``; None if no job has that
-        tensor. The view stays valid as jobs come and go."""
+        """Return a view of all slots' values of the extra tensor ``name``, for its layer. None if no job has this
+        tensor. The view stays valid when jobs enter or leave slots."""
         extra = next((extra for extra in self.layout.extras if extra.name == name), None)
         if extra is None:
             return None

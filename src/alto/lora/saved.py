@@ -357,8 +357,8 @@ def vllm_classifier_obstacle(model_type: str) -> tuple[str, str] | None:
 
 
 def vllm_obstacle(adapter: SavedAdapter, model_type: str) -> tuple[str, str] | None:
-    """Return why vLLM cannot serve ``adapter``, as two parts of an error message: what vLLM expects, and what was
-    found. None if vLLM can serve it. ``make test-servers`` compares this with vLLM.
+    """Return two parts of an error message if vLLM cannot serve ``adapter``: what vLLM expects, and what was found.
+    Return None if vLLM can serve it. ``make test-servers`` compares this with vLLM.
 
     Args:
         model_type: ``model_type`` in the configuration of the base model.

@@ -77,8 +77,8 @@ class ObjectiveImplementation(Protocol):
 
 @runtime_checkable
 class DerivedMetrics(Protocol):
-    """The additional methods of an objective whose entry names ``derived`` metrics, which are not means over rows, such
-    as a correlation."""
+    """The additional methods of an objective with ``derived`` metrics in its entry. Such metrics are not means over
+    rows; an example is a correlation."""
 
     def num_statistics(self, labels: LabelSet) -> int:
         """Return ``n``, the number of sums over rows that the metrics need (:attr:`Terms.statistics`)."""

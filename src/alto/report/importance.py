@@ -97,7 +97,7 @@ class Importance:
 
     @property
     def overturned(self) -> tuple[SettingImportance, ...]:
-        """Settings of the first comparison that explain something and whose best value is not the winner's."""
+        """Settings of the first comparison with an effect on the loss, where the winner does not have the best value."""
         return tuple(found for found in self.comparisons[0].settings if found.share > 0 and not found.is_winners)
 
 

@@ -85,7 +85,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 
 NOT_NEEDED_KEYS: Mapping[str, str] = {key: reason for reason, keys in _NOT_NEEDED.items() for key in keys}
-"""Keys that would not change what is learned, with the reason why they are not needed."""
+"""Keys without an effect on the trained adapter, with the reason why they are not needed."""
 
 _ORDER = (
     "Every job shuffles its rows in every epoch, by its own 'seed', and keeps the last, smaller batch; remove the key."

@@ -34,7 +34,7 @@ _NAME = "task"
 
 
 def with_rows_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a task with rows that are Python objects replaced by the path of a file that holds them.
+    """Return the keys of a task. Rows that are Python objects are written to a file, and replaced with its path.
 
     Rows may be a ``datasets.Dataset``, a pandas ``DataFrame``, or any iterable of mappings of columns to values, such
     as a list or a generator; or a function that returns one of these. ``dataset`` may be a mapping of splits to rows,
@@ -215,7 +215,7 @@ def _plain(value: Any) -> Any:
 
 
 def _written(write: Callable[[BinaryIO], object], ending: str, key: str) -> Path:
-    """Return the path of a file with the content that ``write`` writes, named by the digest of that content."""
+    """Let ``write`` write a file, name it by the digest of its content, and return its path."""
     folder = cache_home() / "rows"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -98,7 +98,7 @@ def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tupl
 
 
 _GENERATED = "num_generations"
-"""A setting that only methods have whose loss is a negative reward, which has one scale for all settings."""
+"""A setting that only methods with rewards have. Their loss is a negative reward, with one scale for all settings."""
 
 
 def loss_scale(settings: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ from alto.scheduler import fit_memory
 from alto.spec import LOAD_IN_4BIT, Task, find_method
 
 MARGIN = 0.9
-"""Share of the device's memory that is planned; the rest is left to allocations that no profile measures."""
+"""Share of the device's memory that a plan may use. The rest is for allocations that are not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

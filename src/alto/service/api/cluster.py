@@ -68,7 +68,7 @@ def is_measured(task: TaskHistory) -> bool:
 
 
 def job_of(task: str) -> str:
-    """Return the id of the job that the control plane knows as ``task``, a name that changes whenever it is resumed."""
+    """Return the id of the job with the name ``task`` in the control plane. This name changes at every resumption."""
     return task.partition(".")[0]
 
 
