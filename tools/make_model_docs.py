@@ -28,7 +28,7 @@ the logits were compared.
 
 | verdict | meaning |
 |---|---|
-| exact | losses agree to 1e-5 (relative), gradients to 1e-4 in norm, and logits to 1e-5, with the loaded and with the merged adapter |
+| exact | losses agree to 1e-5 (relative), gradients to 1e-4 in norm, logits to 1e-5 (adapter loaded and merged) |
 | refused | ALTO does not train it, and raises a named error with the reason |
 | wrong | they differ |
 | traceback, crash, timeout | any other exception, a process that died, or no answer in time |
@@ -39,10 +39,10 @@ if it needs more than text.
 
 Rows of several jobs are computed together in one of two ways:
 
-- `packed`: the rows are concatenated, without padding. The model's attention is replaced by one that separates the rows.
+- `packed`: the rows are concatenated, without padding. ALTO replaces the model's attention by one that separates rows.
 - `padded`: every sequence is a row that is padded on the right. This is for models with layers that do not accept the
-  boundaries of sequences (recurrences, convolutions, custom attention). Padding costs time and memory, and a note in the
-  journal says so. Adapters and losses are computed only for the rows' own tokens.
+  boundaries of sequences (recurrences, convolutions, custom attention). Padding costs time and memory, and a note in
+  the journal says so. Adapters and losses are computed only for the rows' own tokens.
 
 ALTO packs the rows if the model allows it.
 

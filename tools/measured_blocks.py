@@ -75,8 +75,8 @@ def _headline(results: Path) -> str:
     alto, trl = figures["sweep12_s"] / 60, figures["sweep12_s"] * figures["sweep12_over_trl"] / 60
     return (
         f"A sweep of 12 configurations of SmolLM2-135M on two CPU cores takes **{alto:.0f} minutes; TRL and PEFT need "
-        f"{trl:.0f}** ([measured](#measured), with evaluation and set-up; the time of TRL and PEFT is extrapolated from "
-        "two of the 12 jobs)."
+        f"{trl:.0f}** ([measured](#measured), with evaluation and set-up; the time of TRL and PEFT is extrapolated "
+        "from two of the 12 jobs)."
     )
 
 

@@ -265,8 +265,8 @@ class FusedNorm(FusedForward):
 
 
 def norm_signature(module: nn.Module) -> tuple[Any, ...] | None:
-    """Return everything except the weights that determines the result of an RMS norm. Return None if ``module`` does not
-    have the structure of an RMS norm: one weight for each number of a row, an epsilon, and nothing else."""
+    """Return everything except the weights that determines the result of an RMS norm. Return None if ``module`` does
+    not have the structure of an RMS norm: one weight for each number of a row, an epsilon, and nothing else."""
     weight = module._parameters.get("weight")
     has_more = len(module._parameters) != 1 or any(module.children()) or any(module.buffers())
     if weight is None or weight.dim() != 1 or has_more or isinstance(module, nn.LayerNorm):

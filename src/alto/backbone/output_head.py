@@ -471,5 +471,7 @@ def _factor(model: PreTrainedModel, measured: float) -> float | None:
         for name, value in vars(model.config.get_text_config()).items()
         if _SCALE.fullmatch(name) and isinstance(value, int | float) and value
     ]
-    near = [value for factor in known for value in (factor, 1 / factor) if abs(measured - value) <= _TOLERANCE * abs(value)]
+    near = [
+        value for factor in known for value in (factor, 1 / factor) if abs(measured - value) <= _TOLERANCE * abs(value)
+    ]
     return min(near, key=lambda value: abs(measured - value)) if near and near[0] != 1 else None

@@ -224,8 +224,8 @@ def check_files(folder: Path, facts: FileFacts) -> None:
 
 
 class _MappedFile:
-    """Numbers in a memory-mapped file. Pages that were read are released regularly, so that only a part of the file is in
-    memory even after the whole file was read."""
+    """Numbers in a memory-mapped file. Pages that were read are released regularly, so that only a part of the file is
+    in memory even after the whole file was read."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         with path.open("rb") as file:

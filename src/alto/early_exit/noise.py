@@ -127,7 +127,8 @@ def on_scale_of(reference: LossPoint, point: P, weights: Sequence[float]) -> P:
     """Return ``point`` with a loss that can be compared with the loss of ``reference``: the loss of ``reference`` plus
     the mean difference of the two on their common rows.
 
-    ``point`` is returned unchanged if both have the same number of rows, or if rows are unknown or a loss is not finite.
+    ``point`` is returned unchanged if both have the same number of rows, or if rows are unknown or a loss is not
+    finite.
 
     Args:
         point: An evaluation of the same or another job, or of a job before its first step.

@@ -167,7 +167,7 @@ class Selection:
         return verdict
 
     def finish(self, job: str) -> None:
-        """Record that ``job`` has done all its steps. Only for tasks without validation rows, which are not evaluated."""
+        """Record that ``job`` has done all its steps. Use this method only if there are no validation rows."""
         track = self._tracks[job]
         _require(track.trains, f"{job} to train, found that it has ended")
         _require(not track.history, f"{job} to have no evaluations, found some: the last evaluation finishes the job")
@@ -261,7 +261,7 @@ class Selection:
 
     @property
     def num_changes(self) -> int:
-        """Number of changes so far to the set of training jobs. A training loss counts only if it ends a job."""
+        """A version number of the state. It rises with every change except training losses that do not end a job."""
         return self._num_changes
 
     def is_training(self, job: str) -> bool:

@@ -86,7 +86,7 @@ class HttpScorer:
         raise ScorerFailedError(f"{self._address}: {failure}, {1 + NUM_RETRIES} times")
 
     def _post(self, body: bytes, on_turn: OnTurn) -> tuple[bytes | None, str]:
-        """Send one request. Return the server's reply; after a failure that a retry may fix, return None and the reason.
+        """Send one request. Return the reply; after a failure that a retry may fix, return None and the reason.
 
         Raises:
             ScorerFailedError: The request failed in a way that a retry cannot fix.

@@ -338,7 +338,8 @@ class JobState:
 
     @property
     def needs_own_slot(self) -> bool:
-        """Whether the bank needs one more slot for this job. A job that the search adds uses the slot of another job."""
+        """Whether the bank needs one more slot for this job. A job that the search adds uses the slot of another
+        job."""
         is_initial = any(job is self.planned for job in self.context.jobs)
         return is_initial or not (self.forked_at or self.planned.job.values)
 

@@ -268,7 +268,8 @@ class SharedBank:
         return min(self._fitting_tokens, *self._members.values(), sys.maxsize)
 
     def _remember_pass_size(self) -> None:
-        """Store the current size of micro-batches, if out-of-memory events have made it smaller than the tasks allow."""
+        """Store the current size of micro-batches, if out-of-memory events have made it smaller than the tasks
+        allow."""
         if self._size is not None and (tokens := self.trainer.passes.micro_batches.max_tokens) < self._max_tokens:
             self._fitting_tokens = tokens
 

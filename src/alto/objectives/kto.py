@@ -2,11 +2,10 @@
 desirable reply to the frozen base model should exceed the divergence of the adapter from the base model; the log-ratio
 of an undesirable reply should stay below it.
 
-The losses are the same as in TRL's ``KTOTrainer``, under the same names. The divergence is estimated as in TRL: the mean
-log-ratio of mismatched replies (each prompt of the batch with the reply of another row), or 0 if this mean is negative.
-It has no gradient. It is computed
-on a job's whole batch, before the first of its micro-batches (``batch.kl_J``). ``apo_zero_unpaired`` (arXiv:2408.06266)
-compares with 0 instead.
+The losses are the same as in TRL's ``KTOTrainer``, under the same names. The divergence is estimated as in TRL: the
+mean log-ratio of mismatched replies (each prompt of the batch with the reply of another row), or 0 if this mean is
+negative. It has no gradient. It is computed on a job's whole batch, before the first of its micro-batches
+(``batch.kl_J``). ``apo_zero_unpaired`` (arXiv:2408.06266) compares with 0 instead.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def job_sums(values_QS: Tensor, batch: TokenBatch) -> Tensor:
 
 # Sequence classification: every job has its own head, which reads the hidden state of a row's last token.
 #
-# The losses are the same as in transformers' ``...ForSequenceClassification``: cross-entropy if a row has one label, the
-# mean binary cross-entropy over the labels if it may have several. The metrics are the same as in scikit-learn:
+# The losses are the same as in transformers' ``...ForSequenceClassification``: cross-entropy if a row has one label,
+# the mean binary cross-entropy over the labels if it may have several. The metrics are the same as in scikit-learn:
 # ``accuracy`` (a row with several labels is correct only if all of them are) and ``macro_f1``, the mean over labels of
 # the harmonic mean of precision and recall.
 #

@@ -97,7 +97,7 @@ class Importance:
 
     @property
     def overturned(self) -> tuple[SettingImportance, ...]:
-        """Settings of the first comparison with an effect on the loss, where the winner does not have the best value."""
+        """Settings of the first comparison that affect the loss; the winner does not have their best values."""
         return tuple(found for found in self.comparisons[0].settings if found.share > 0 and not found.is_winners)
 
 

@@ -81,9 +81,10 @@ class ReceivedShare:
 class TokenShares:
     """Chooses the tasks that train in the next step, so that their tokens become proportional to their weights.
 
-    This is start-time fair queueing. A task's clock is its number of trained tokens divided by its weight. The task with
-    the earliest clock trains. After its step, this task will have a later clock; all tasks with clocks before that train
-    too. A task that arrives or returns starts with the earliest clock of the others, so its absence has no effect.
+    This is start-time fair queueing. A task's clock is its number of trained tokens divided by its weight. The task
+    with the earliest clock trains. After its step, this task will have a later clock; all tasks with clocks before that
+    train too. A task that arrives or returns starts with the earliest clock of the others, so its absence has no
+    effect.
 
     Attributes:
         clocks: Clock of every task that is currently in the executor, in tokens of weight 1.

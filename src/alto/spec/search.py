@@ -105,8 +105,8 @@ class Search(SpecModel):
             )
         if self.usual_learning_rate is not None and self.algorithm != "tpe":
             raise ValueError(
-                f"usual_learning_rate: expected algorithm tpe with this key, found {self.algorithm!r}, which draws from "
-                "the whole range. Remove the key, or set algorithm to tpe."
+                f"usual_learning_rate: expected algorithm tpe with this key, found {self.algorithm!r}, which draws "
+                "from the whole range. Remove the key, or set algorithm to tpe."
             )
         if self.budget.jobs is not None and self.algorithm == "grid":
             raise ValueError(
