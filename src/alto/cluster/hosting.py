@@ -71,7 +71,7 @@ class StopRequest:
 
 
 class Heartbeat:
-    """Checks whether one attempt must stop. Each check is also its sign of life."""
+    """Checks whether one attempt must stop. Each check is also its heartbeat."""
 
     def __init__(self, attempt: AttemptDir, request: StopRequest) -> None:
         self.is_stopping = False

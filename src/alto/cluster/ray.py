@@ -57,7 +57,7 @@ PACKAGES = ("alto-lora", "torch")
 Python."""
 
 VERSIONS_TIMEOUT_S = 60.0
-"""Time for a node to tell its versions; Ray may have to start a process for it."""
+"""Time for a node to report its versions; Ray may have to start a process for it."""
 
 ASK_AGAIN_S = 60.0
 """Time after which a node with other versions is asked again, because it may have been upgraded."""
@@ -237,7 +237,7 @@ class RayCluster:
         self._counted_at = time.monotonic()
 
     def _first_nodes(self) -> Table:
-        """Return the nodes that can be used; wait until all have told their versions."""
+        """Return the nodes that can be used; wait until all have reported their versions."""
         while True:
             table = ray.nodes()
             admitted = self._versions.admitted(table)
@@ -262,7 +262,7 @@ class RayCluster:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether slots are GPUs; false if CPU slots take their place."""
+        """Whether slots are GPUs; false if CPU slots are used instead."""
         return self._resource == "GPU"
 
     def start(self, launch: Launch) -> None:
@@ -455,11 +455,11 @@ class RayCluster:
 
     def _check_silence(self, actor: _Actor) -> Iterator[AttemptEnded]:
         now = time.monotonic()
-        # Time in which this process itself was stopped or busy counts little: it could not see any sign of life.
+        # Time in which this process itself was stopped or busy counts little: it could not see any heartbeat.
         actor.silence_s += min(now - actor.watched_at, 2 * TICK_S)
         actor.watched_at = now
         if actor.is_placed and actor.silence_s > self._timeouts.heartbeat_s:
-            reason = f"hung: no sign of life of its actor for {actor.silence_s:.0f} s"
+            reason = f"hung: no heartbeat from its actor for {actor.silence_s:.0f} s"
             yield from self._end(actor, reason)
         elif not actor.is_placed and actor.silence_s > self._placement_timeout_s:
             reason = (

@@ -70,10 +70,10 @@ def mixture_counts(num_rows: int, shares: Sequence[float]) -> list[int]:
 class MixtureOrder(DataOrder):
     """The rows of each step of a job, drawn from sources by its own weights.
 
-    An epoch has as many rows as all sources together, whatever the weights; every source has its share of them
-    (:func:`mixture_counts`). The rows of a source are an endless stream of shuffles, and every epoch continues the
-    stream where the epoch before stopped. So a source that is smaller than its share repeats in new shuffles, and a
-    larger source gives other rows in later epochs. The rows of an epoch are shuffled together.
+    With any weights, an epoch has as many rows as all sources together, and every source has its share of them
+    (:func:`mixture_counts`). The rows of a source are an endless stream of shuffles. Every epoch continues the stream
+    where the previous epoch stopped. So a source that is smaller than its share repeats in new shuffles, and a larger
+    source gives other rows in later epochs. The rows of an epoch are shuffled together.
 
     Args:
         sizes: Number of rows of every source; the dataset holds one source after the other.

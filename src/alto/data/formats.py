@@ -39,7 +39,7 @@ from alto.data.rows import FaultKind, RawRow, RowFault, listed, quoted
 from alto.errors import DataFormatError
 
 _NAMED_FORMS = ("raw_prompt_completion", "raw_preference")
-"""Forms that are never recognised, because their columns are those of another form."""
+"""Forms that are never recognised, because another form has the same columns."""
 
 _PAIR_FORMS = ("preference", "raw_preference", "openai_preference")
 _LABELLED_FORM = "unpaired_preference"
@@ -359,7 +359,7 @@ def _joined_names(layouts: Sequence[Layout], joint: str = " or ") -> str:
 
 
 def _choose(layouts: Sequence[Layout]) -> str:
-    """Return how to name one of ``layouts``, which fit equally well."""
+    """Return advice for a message: how the task can choose one of ``layouts``, which fit equally well."""
     if len({layout.form for layout in layouts}) == len(layouts):
         return f"name one with dataset_format: {' or '.join(layout.form for layout in layouts)}"
     ways = ["{" + ", ".join(f"{role}: {column}" for role, column in layout.columns) + "}" for layout in layouts]

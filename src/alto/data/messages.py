@@ -58,7 +58,7 @@ class Conversation(tuple[Message, ...]):
     Attributes:
         template_arguments: The text of a JSON object with the other arguments of the chat template: ``tools``, and the
             row's ``chat_template_kwargs``; empty if the row has neither.
-        where: Place of the row, for messages: ``train.jsonl:7``; empty if unknown. It does not count in comparisons.
+        where: File and line of the row, for messages: ``train.jsonl:7``; empty if unknown. Ignored in comparisons.
         is_desirable: Whether the model should give the last reply; None if the reply has no label.
         columns: The row's other columns, for reward functions: the text of a JSON object; empty if they are not kept.
             They do not count in comparisons.

@@ -69,7 +69,7 @@ class RawRow:
     """The values of one row by column.
 
     Attributes:
-        where: Place of the row, for messages: ``train.jsonl:7``.
+        where: File and line of the row, for messages: ``train.jsonl:7``.
         values: Values by column; empty if there is a fault.
         fault: The reason why the row could not be read; None if it could.
     """
@@ -218,7 +218,7 @@ LIST_LENGTH = 20
 """Maximum number of different faults that an error lists; rows with the same fault count as one."""
 
 _NUM_PLACES = 10
-"""Maximum number of other rows with the same fault whose places are listed."""
+"""Maximum number of other rows with the same fault that are listed."""
 
 _LEAVE_OUT = "on_bad_row: skip"
 

@@ -54,7 +54,7 @@ _ID_TYPE, _MASK_TYPE, _ROW_TYPE = np.dtype("<u4"), np.dtype("u1"), np.dtype("<i8
 _BUFFER_BYTES = 2**20
 _BLOCK_ROWS = 4096
 _RESIDENT_BYTES = 2**25
-"""Number of bytes of one file that are read before its pages are given back to the operating system."""
+"""Number of bytes of one file that are read before its pages are released to the operating system."""
 
 _FAULT_BYTES = 2**16
 """Number of bytes that the kernel may map when a single page is read."""
@@ -72,7 +72,7 @@ class _Row(NamedTuple):
         prefix: Number of tokens of the first span that the second one continues.
         num_trained, num_chosen: See :class:`alto.data.dataset.EncodedDataset`.
         is_desirable: Label of the reply.
-        text_start, text_length: Place of its other columns, in bytes.
+        text_start, text_length: Position and size of its other columns, in bytes.
     """
 
     start: int

@@ -29,7 +29,8 @@ REPLAN_S = 1.0
 """Time limit for a new schedule while tasks run; free GPUs wait that long."""
 
 _PROCESS_BYTES, _COPIES = 2**30, 8
-"""Memory that an executor on a CPU slot should have: this much, and so many times the files of its base model."""
+"""Memory that an executor on a CPU slot should have: ``_PROCESS_BYTES`` plus ``_COPIES`` times the files of its base
+model."""
 
 SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
 """Accepted relative gap to the optimum of each schedule; measured durations are less exact than this."""
@@ -134,8 +135,8 @@ class QueueSetup:
 
 
 def _fastest_division(tasks: Sequence[Task], most: int) -> int:
-    """Return the number of slots, at most ``most``, on which equal tasks end first by the kept durations of a step with
-    each number of threads; ``most`` if the durations for a base model are not known."""
+    """Return the number of slots, at most ``most``, on which equal tasks end first. This is computed from the cached
+    durations of a step for each number of threads; if these are not known for a base model, return ``most``."""
     num_tasks, num_needed, cores = len(tasks), max(task.num_gpus for task in tasks), num_cores()
     makespans = dict.fromkeys(range(num_needed, most + 1), 0.0)
     for model in {task.model for task in tasks}:

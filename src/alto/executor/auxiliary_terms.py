@@ -52,8 +52,8 @@ class AuxiliaryTerms:
         ]
 
     def at_start(self, batch: TokenBatch) -> TokenBatch:
-        """Return a micro-batch, as :meth:`AuxiliaryTerm.completed`, that is evaluated at the jobs' starting point. This
-        is its own reference, so its divergence is 0."""
+        """Complete a micro-batch for an evaluation of the jobs' starting point; see :meth:`AuxiliaryTerm.completed`.
+        The starting point is the reference itself, so the divergence is 0."""
         device = self._passes.backbone.device
         return replace(batch, kl_J=torch.zeros(len(batch.slots), dtype=torch.float64, device=device))
 

@@ -223,7 +223,7 @@ class Exploration:
 
     def _alone_s(self, job: JobState, done: int) -> float:
         """Return the predicted seconds of the steps and evaluations after ``done`` if the job trains alone. Without a
-        measurement a step counts as 1, and the slowdown of the latest turns converts it to seconds."""
+        measurement, return the number of steps; the slowdown of the latest turns is then the seconds per step."""
         num_steps = job.total_steps - done
         if self._throughput is None:
             return float(num_steps)

@@ -42,7 +42,8 @@ from alto.records import ShownAnswer
 from alto.spec import LOSS, GrpoSettings, JobConfig
 
 _TOKENS_PER_TRAINED = 16
-"""Tokens of a generated batch for each token of the largest micro-batch: generation keeps only keys and values."""
+"""Tokens of a batch in generation, relative to the largest micro-batch in training. Generation keeps only keys and
+values in memory."""
 
 _SHOWN_ANSWERS, _SHOWN_CHARACTERS = 3, 500
 """Answers of an evaluation that are kept for the user, and characters of each text."""
@@ -64,10 +65,10 @@ class Rollout:
 
     Attributes:
         dataset: The completions that have a gradient; may be empty.
-        metrics: Means over the completions of the prompts that came first: ``reward``, number of tokens with the end
-            token (``completion_tokens``), whether it did not end (``truncated``) and entropy of its tokens'
-            distribution (``entropy``, nats per token); and the share of the final prompts whose completions all have
-            the same reward (``equal_groups``).
+        metrics: ``reward``, ``completion_tokens`` (with the end token), ``truncated`` (share of completions that did
+            not end) and ``entropy`` (of the tokens' distribution, nats per token) are means over the completions of the
+            first prompts. ``equal_groups`` is the share of the final prompts whose completions all have the same
+            reward.
     """
 
     dataset: EncodedDataset
@@ -101,7 +102,7 @@ class Rollouts:
         return {job: self._known[job][1] for job in jobs}
 
     def _draw_others(self, drawn: Mapping[JobState, Sampled], rewards: Mapping[JobState, list[float]]) -> None:
-        """Replace prompts whose rewards teach nothing by others, as often as a job's ``dynamic_sampling`` allows."""
+        """Replace prompts whose completions all have the same reward, as often as ``dynamic_sampling`` allows."""
         for attempt in itertools.count(1):
             others = {
                 (job, group): other
@@ -193,7 +194,7 @@ class Rollouts:
             self._write_with(_JobAdapters(self._passes, jobs), texts)
 
     def _write_with(self, adapters: Adapters[Any], texts: Sequence[Text]) -> None:
-        """Write ``texts`` in batches as large as memory allows; the next ones begin with the size that fitted."""
+        """Generate ``texts`` in batches as large as memory allows. Later batches begin with the size that fitted."""
         longest = max(len(text.prompt) + text.budget for text in texts)
         most_tokens = self._fitting_tokens or _TOKENS_PER_TRAINED * self._passes.micro_batches.max_tokens
         batch_size = max(1, most_tokens // longest)
@@ -251,10 +252,10 @@ class Reference(NamedTuple):
 
 
 class Sampled:
-    """Completions of prompts by one job; those of a prompt follow each other.
+    """Completions of prompts by one job. The completions of a prompt follow each other.
 
     Args:
-        texts: The completions, written or to be written.
+        texts: The completions; their tokens may not be generated yet.
         references: Tokens of the reply of each text's row, and the row's other columns.
     """
 
@@ -265,12 +266,13 @@ class Sampled:
 
     @classmethod
     def for_step(cls, job: JobState, slot: int, backbone: Backbone) -> Self:
-        """Return the completions that a job trains on in its next step, to be written by the adapter in ``slot``."""
+        """Return the completions for a job's next step, before the adapter in ``slot`` generates them."""
         return cls.of_rows(job, slot, job.order.rows_of_step(job.step), backbone)
 
     @classmethod
     def of_rows(cls, job: JobState, slot: int, rows: Iterable[int], backbone: Backbone, *seeds: int) -> Self:
-        """Return the completions of ``rows`` to sample in the next step of a job. ``seeds`` are added to its seed."""
+        """Return completions of ``rows`` for a job's next step, before they are generated. Their random numbers also
+        depend on ``seeds``."""
         settings, limit = _settings(job.config), max_positions(backbone)
         sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
         texts, references = [], []
@@ -287,8 +289,8 @@ class Sampled:
     def other_prompts(
         self, rewards: Sequence[float], job: JobState, attempt: int, backbone: Backbone
     ) -> dict[int, Sampled]:
-        """Return completions of another random prompt, to be written, for each group whose rewards teach nothing; empty
-        if the job's ``dynamic_sampling`` allows fewer attempts."""
+        """Return completions of another random prompt for each group with equal rewards, before they are generated.
+        Empty if ``attempt`` is above the job's ``dynamic_sampling``."""
         if attempt > self._settings.dynamic_sampling:
             return {}
         found = {}
@@ -310,7 +312,7 @@ class Sampled:
     def greedy(
         cls, slot: int, dataset: EncodedDataset, rows: Sequence[int], settings: GrpoSettings, backbone: Backbone
     ) -> Self:
-        """Return the most likely completion of each of ``rows``, to be written by the adapter in ``slot``."""
+        """Return the most likely completion of each of ``rows``, before the adapter in ``slot`` generates it."""
         limit, rows_read = max_positions(backbone), [prompt_and_reply(dataset, row) for row in rows]
         most_likely = Sampling(settings.temperature, top_k=1)
         texts = [
@@ -433,7 +435,7 @@ def groups_of(rewards: Sequence[float], settings: GrpoSettings) -> list[Sequence
 
 
 def are_equal(group: Sequence[float]) -> bool:
-    """Return whether the rewards of a prompt's completions teach nothing: all that are known are equal."""
+    """Return whether all known rewards of a prompt's completions are equal, so that they have no advantage."""
     return len({reward for reward in group if not math.isnan(reward)}) < 2
 
 

@@ -252,9 +252,9 @@ class Trainer(Evaluator):
         return self.passes.ranks.sum([float(loss) for loss in losses.tolist()])
 
     def step_metrics(self, jobs: Sequence[JobState]) -> Sequence[Mapping[str, float]]:
-        """Return the measurements of the last step of each of ``jobs`` beside its loss: the means over the completions
-        that it sampled, and as ``router_loss`` the loss that an auxiliary term has added, without its factor. Called
-        once, because the terms and the data of their jobs are freed."""
+        """Return the measurements of the last step of each of ``jobs``, without its loss: means over the completions
+        that it sampled, and the router loss without its factor (``router_loss``). Call this method once per step,
+        because it frees the terms and the data of their jobs."""
         terms, self._terms = self._terms, ()
         values = next((values for term in terms if (values := term.values())), [None] * len(self._batched))
         of_jobs = dict(zip(self._batched, values, strict=True))

@@ -54,7 +54,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str, *, remedy: str, otherwise: str = "") -> None:
-    """Check that ``network`` has a place for every tensor of ``adapter``, except a classification head.
+    """Check that ``network`` has a module for every tensor of ``adapter``, except a classification head.
 
     Args:
         network: The base model, with or without injected adapters.

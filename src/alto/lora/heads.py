@@ -144,7 +144,7 @@ def whole_tensors(
 
     Args:
         targets: Full names of the modules with low-rank matrices.
-        has_labels: Whether the job trains a classification head in place of the output head.
+        has_labels: Whether the job trains a classification head instead of the output head.
 
     Raises:
         TargetModuleError: The model has no such module, or the module also has low-rank matrices.

@@ -116,7 +116,7 @@ class AdapterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlace:
-    """The places where the parameters for one group of modules begin in an adapter's row of the bank.
+    """The offsets of the parameters for one group of modules in an adapter's row of the bank.
 
     Attributes:
         ranks: Rank of every member; 0 if it is not targeted.

@@ -102,7 +102,7 @@ def wrapper_names(parameters: Collection[str]) -> dict[str, str]:
 
 
 def expert_names_of(modules: Collection[str], target_parameters: Collection[str]) -> dict[str, str]:
-    """Return the parameters of experts that PEFT's modules stand for: the inverse of :func:`wrapper_names`.
+    """Return the parameters of experts that PEFT's modules wrap: the inverse of :func:`wrapper_names`.
 
     Args:
         modules: PEFT's module names of an adapter, without the prefix of PEFT's own model.

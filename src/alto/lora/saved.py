@@ -349,8 +349,8 @@ _VLLM_NO_CLASSIFIERS = {"gemma3_text"}
 
 
 def vllm_classifier_obstacle(model_type: str) -> tuple[str, str] | None:
-    """Return why vLLM cannot serve a classifier with merged weights, as two parts of an error message; None if it can,
-    as far as is known."""
+    """Return two parts of an error message if vLLM cannot serve a classifier with merged weights; None if it can, as
+    far as is known."""
     if model_type not in _VLLM_NO_CLASSIFIERS:
         return None
     return "a classifier on a base model whose classifiers vLLM loads", f"one on {model_type}"

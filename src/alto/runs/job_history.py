@@ -79,7 +79,7 @@ class JobHistory:
     """The state of one job after the events seen so far.
 
     Attributes:
-        position: Place in the task's list of jobs; breaks ties of equal scores.
+        position: Position in the task's list of jobs; breaks ties of equal scores.
         total_steps: Optimizer steps of the job if nothing ends it early.
         samples_budgeted: Rows that the job sees if nothing ends it early.
         slot: Slot that it occupies, None if none; the first rank's slot if it trains on several ranks.

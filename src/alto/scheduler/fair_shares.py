@@ -40,7 +40,7 @@ def slot_shares(wanted: Mapping[str, int], weights: Mapping[str, float], num_slo
     """Divide the slots among the tasks in proportion to their weights, without giving a task more than it wants.
 
     Slots that a task does not want go to the others in the same proportion. Every task that wants slots gets at least
-    one while slots last, the heaviest task first.
+    one while slots last, in the order of decreasing weight.
 
     Args:
         wanted: Slots that each task can use, by name, in the order of arrival.

@@ -79,8 +79,8 @@ class ResidentLimits:
 
     Attributes:
         taken: Slots that jobs of other tasks hold in the same bank.
-        share: Most slots that this task may hold at a time; None sets no limit.
-        max_tokens: Most expected tokens of a step of all jobs together; None sets no limit.
+        share: Maximum number of slots that this task may hold at a time; None sets no limit.
+        max_tokens: Maximum number of expected tokens of a step of all jobs together; None sets no limit.
         num_ranks: Ranks among which the slots are divided equally; see `RankSlots`.
         may_data_parallel: Whether jobs may train data parallel on all ranks when there are fewer jobs than ranks.
     """

@@ -206,7 +206,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
     policy: Literal["alto", "paper"] = Field(default="alto", description="which rules decide")
     detect_divergence: bool = Field(default=True, description="end diverging jobs")
     detect_overfitting: bool = Field(default=True, description="end overfitting jobs")
-    detect_collapse: bool = Field(default=True, description="end jobs whose rewards teach nothing any more")
+    detect_collapse: bool = Field(default=True, description="end jobs that no longer learn from rewards")
     rules: Mapping[str, SerializeAsAny[Rule]] = Field(default={}, description="further rules and their settings")
     select: bool = Field(default=True, description="rank the jobs at rungs")
     warmup_ratio: float | None = Field(

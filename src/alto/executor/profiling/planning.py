@@ -353,8 +353,8 @@ def _unsteady_notes(throughput: Throughput) -> tuple[str, ...]:
 
 
 def _with_search(duration_s: float, context: TaskContext) -> float:
-    """Return the seconds with the jobs that the search will add, within its budget; they are assumed to be as long as
-    the jobs that the task begins with."""
+    """Return the duration of the task including the jobs that the search will add within its budget. These jobs are
+    assumed to take as long as the first ones."""
     search, jobs = context.task.search, context.jobs
     duration_s *= search.max_jobs(context.task.search_space) / len(jobs)
     num_rows = len(context.data.train)

@@ -307,14 +307,13 @@ def _ask_child(request: str, on_progress: Callable[[float], None]) -> tuple[int,
 
 
 _EVERY = 8
-"""One step out of this many is recorded; counting the tokens of every step would take too much time."""
+"""Interval of the recorded steps. Counting the tokens of every step would take too much time."""
 
 _LEAST, _MOST = 8, 512
 """Smallest number of recorded steps for a correction, and number of latest steps that the correction uses."""
 
 _CLOSE = 0.1
-"""Relative difference below which durations are not corrected, because the throughput model is not more exact than
-this."""
+"""Relative difference below which durations are not corrected, because the throughput model has errors of this size."""
 
 
 class StepTimes:

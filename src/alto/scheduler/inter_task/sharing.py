@@ -104,7 +104,7 @@ class Kind:
 
 
 def kind_of(problem: SchedulingProblem, task: TaskDemand | RunningTask) -> Kind | None:
-    """Return the kind of tasks that may share with ``task``; None if none may."""
+    """Return the kind of tasks that may share an executor with ``task``; None if ``task`` cannot share."""
     num_gpus = task.num_gpus if isinstance(task, TaskDemand) else len(task.gpus)
     if task.sharing is None or num_gpus != 1:
         return None
@@ -296,8 +296,8 @@ class _Best:
         self._apart = self._ends = self._ends_of(self.colocation)
 
     def take_if_better(self, groups: Sequence[Group], priority: int) -> bool:
-        """Take ``groups`` if they are better for tasks of ``priority`` and higher, and return whether; counts as a
-        try."""
+        """Keep ``groups`` if they are better for tasks of ``priority`` and higher. Return whether they were kept. The
+        call counts as a try."""
         self.num_left -= 1
         if any(group.end_s > MAX_DURATION_S for group in groups):
             return False
@@ -399,10 +399,10 @@ class _DivisionSearch:
 
 
 def _counts(num_tasks: int, num_gpus: int, *, has_running: bool) -> list[int]:
-    """Return the numbers of new executors to try, falling: all numbers if there are few tasks, else fewer.
+    """Return the numbers of new executors to try, in decreasing order.
 
-    With many tasks, each number is smaller than the one before by a constant factor; one and two executors per GPU are
-    tried too if they are within the limits.
+    With few tasks, these are all numbers. With many tasks, each number is smaller than the previous one by a constant
+    factor; one and two executors per GPU are tried too if they are within the limits.
     """
     least = 0 if has_running else 1
     most = num_tasks if has_running else num_tasks - 1
@@ -420,7 +420,7 @@ def _num_shared(groups: Iterable[Group]) -> int:
 
 
 def _is_less(found: Sequence[float], best: Sequence[float]) -> bool:
-    """Return whether the first number that differs by more than rounding is the smaller one."""
+    """Compare two lists of numbers in order, ignoring differences by rounding; return whether ``found`` is less."""
     for one, other in zip(found, best, strict=True):
         if abs(one - other) > _ROUNDING * max(abs(one), abs(other)):
             return one < other
