@@ -144,8 +144,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
         detect_divergence: End jobs whose smoothed training loss and validation loss both rise.
         detect_overfitting: End jobs that overfit; their best adapter is kept and still competes.
         detect_collapse: End jobs of ``method: grpo`` that have stopped learning (``alto`` only): for
-            ``collapse_patience`` steps in a row, all completions of each prompt had equal rewards, or their tokens were
-            certain, or almost none ended although most did at the start. Their best adapter is kept and still competes.
+            ``collapse_patience`` steps in a row, all completions of each prompt had equal rewards, or the entropy of
+            their tokens was almost 0, or almost none ended although most did at the start. Their best adapter is kept
+            and still competes.
         rules: Further rules by name, called after those of the policy: a mapping of a rule's settings, or true for its
             defaults. Packages register rules; ALTO's are ``divergence``, ``overfitting_gap``, ``overfitting_upturn``,
             ``collapse``.

@@ -191,7 +191,7 @@ def _lines(rows: Any, key: str) -> Iterator[bytes]:
 
 
 class _RowsFailedError(Exception):
-    """Reading the user's rows raised ``error``, as opposed to writing the file."""
+    """Internal signal: ``error`` was raised by the user's rows, not by writing the file."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))

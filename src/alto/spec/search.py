@@ -63,11 +63,10 @@ class Search(SpecModel):
     """The settings that say how the configurations of a task are chosen.
 
     Attributes:
-        algorithm: ``grid`` trains every configuration of the search space; ``random`` some of them, drawn with the
-            task's ``data_seed``; ``tpe`` begins with random ones and fills each slot that becomes free with a
-            configuration that Optuna's tree-structured Parzen estimator suggests from the losses so far; ``pbt`` trains
-            a population: at every ``interval`` the worst jobs continue with the weights of better ones and changed
-            settings.
+        algorithm: ``grid`` trains every configuration of the search space. ``random`` trains some of them, drawn with
+            the task's ``data_seed``. ``tpe`` begins with random configurations; then Optuna's tree-structured Parzen
+            estimator suggests one for each free slot, from the losses so far. ``pbt`` trains a population: at every
+            ``interval``, copies of the best jobs with changed settings replace the worst jobs.
         budget: Limits on what the search may spend; the default is no limit. Without ``budget.jobs``, ``random`` tries
             half as many configurations as the search space has; so does ``tpe`` if its budget has no other limit.
         num_initial_jobs: Number of jobs that begin with the task: for ``tpe``, those before it learns (default 10, and

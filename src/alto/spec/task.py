@@ -80,8 +80,8 @@ class Task(DataKeys):
             model's hidden size, with ranks, batch sizes and ``lora_alpha`` 32.
         select_by: The criterion that chooses the winner. With ``metric``, the key ``metric`` decides. With
             ``eval_accuracy``, the best jobs answer the validation rows that end in ``#### N``, and the job with the
-            most right answers wins (if equal, the one with the lower validation loss). A mapping names a scorer of
-            answers. All but ``metric`` need a single GPU.
+            most correct answers wins (if equal, the one with the lower validation loss). A mapping names a scorer of
+            answers. Only ``metric`` works on several GPUs.
         reward_funcs: Scorers of the completions of a method that generates (``grpo``), one or more: the name of a
             scorer of ``select_by``, a mapping of its settings, or ``module:function``. Such a function has TRL's
             signature: it is called with the keyword arguments ``prompts``, ``completions``, ``completion_ids``,
