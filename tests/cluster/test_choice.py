@@ -20,7 +20,9 @@ from alto.cluster.local import LocalCluster
 from alto.errors import ClusterLostError, SpecError, UnsupportedError
 from alto.records import Gpu, Node
 
-FILES = packages.files_of("clusters.md", after="### One that wraps another", until="### One that starts executors")
+FILES = packages.files_of(
+    "clusters.md", after="### A cluster that wraps another", until="### A cluster that starts executors"
+)
 
 
 def test_local_is_this_machine() -> None:

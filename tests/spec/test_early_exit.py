@@ -240,7 +240,7 @@ def test_values_are_bounded(settings, message) -> None:
 )
 def test_evaluations_and_those_in_the_end_are_given_together(given: dict[str, object], missing: str) -> None:
     (name,) = given
-    with pytest.raises(SpecError, match=rf"^{name}: expected it together with {missing}, found it alone"):
+    with pytest.raises(SpecError, match=rf"^{name}: expected {missing} together with this key, found"):
         EarlyExit(**given)
 
 

@@ -123,8 +123,8 @@ def _check_half_precision(spec: BaseModelSpec, device: torch.device) -> None:
         return
     remedy = "set dtype: float32 (auto means that on a CPU)" if spec.objects is None else "give model.float()"
     raise UnsupportedError(
-        f"dtype: expected a CPU that computes in {dtype} ({_EXTENSIONS[dtype]}), found one without, on which it is "
-        f"tens to hundreds of times slower than float32; {remedy}, or use a GPU"
+        f"dtype: expected a CPU with instructions for {dtype} ({_EXTENSIONS[dtype]}), found one without them, on which "
+        f"{dtype} is tens to hundreds of times slower than float32; {remedy}, or use a GPU"
     )
 
 

@@ -133,7 +133,7 @@ def small_windows(model: PreTrainedModel) -> Iterator[Mapping[int, int]]:
             size = next(free, None)
             if size is None:
                 raise UnsupportedModelError(
-                    f"{type(model).__name__}: expected a few different attention windows at most, found "
+                    f"{type(model).__name__}: expected only a few different attention windows, found "
                     f"{len({value for _, _, value in places})}; use another base model"
                 )
             real[size] = value
@@ -402,8 +402,8 @@ class _Rows:
             own = (noise_TC.norm() / expected_TC.norm()).item()
             layout = "padded" if self._backbone.is_padded else "packed"
             raise UnsupportedModelError(
-                f"{_name(self._backbone)}: expected the {layout} pass to give the model's own losses, found them "
-                f"{apart:.1e} apart (relative; its own rounding is {own:.1e}); this architecture needs support first"
+                f"{_name(self._backbone)}: expected the {layout} pass to give the model's own losses, found a relative "
+                f"difference of {apart:.1e} (rounding alone: {own:.1e}); ALTO does not support this architecture yet"
             )
         return hidden_TH
 

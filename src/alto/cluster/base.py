@@ -203,8 +203,8 @@ def check_launch(launch: Launch, nodes: Iterable[Node], running: Iterable[Launch
         if launch.executor and other.executor == launch.executor:
             if other.gpus != launch.gpus or other.base != launch.base or launch.num_ranks > 1:
                 raise ValueError(
-                    f"task {launch.task!r}: expected the GPUs and the base model of {launch.executor!r}, which it "
-                    f"shares, {list(other.gpus)} and {other.base!r}, found {list(launch.gpus)} and {launch.base!r}"
+                    f"task {launch.task!r}: expected {list(other.gpus)} and {other.base!r}, the GPUs and the base "
+                    f"model of its executor {launch.executor!r}, found {list(launch.gpus)} and {launch.base!r}"
                 )
             continue
         taken.update(other.gpus)

@@ -184,7 +184,7 @@ def _checked_labels(names: tuple[str, ...], keys: DataKeys, key: str) -> tuple[s
         )
     if keys.num_labels is not None and keys.num_labels != len(names):
         raise DataFormatError(
-            f"{key}: expected num_labels, {keys.num_labels}, to be the number of different labels, found "
+            f"{key}: expected num_labels {keys.num_labels} to equal the number of different labels, found "
             f"{len(names)}: {listed(names)}; name all labels with id2label if some do not occur in the rows"
         )
     return names

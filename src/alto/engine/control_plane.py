@@ -202,7 +202,7 @@ def _opened(setup: QueueSetup, *, needs_gpus: bool) -> Iterator[Cluster]:
         if needs_gpus and not cluster.has_gpus:
             raise ClusterLostError(
                 "expected GPUs, which the cluster had before, found only CPU slots; start the machines with GPUs, or "
-                "restart the service if it shall use CPU slots from now on"
+                "restart the service to use CPU slots from now on"
             )
         yield cluster
 

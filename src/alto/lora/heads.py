@@ -158,15 +158,15 @@ def whole_tensors(
         named = {name for name in modules if name == text or name.endswith(f".{text}")}
         if not named:
             raise TargetModuleError(
-                f"modules_to_save: expected modules of the model, found none under {text!r}; it can be "
+                f"modules_to_save: expected modules of the model, found none under {text!r}; use "
                 f"{' or '.join(map(module_of_whole, shapes))}"
             )
         for name in sorted(named):
             if whole_name(name) not in shapes:
                 raise UnsupportedError(
                     f"modules_to_save: expected {' or '.join(map(module_of_whole, shapes))}, found {text!r}, which is "
-                    f"{name}, a {type(modules[name]).__name__}, whose training as a whole is not implemented; leave it "
-                    "out, or name it in target_modules if it is linear"
+                    f"{name}, a {type(modules[name]).__name__}; ALTO cannot train this module in full: leave it out, "
+                    "or name it in target_modules if it is linear"
                 )
         selected |= named
     for name in sorted(selected):

@@ -70,9 +70,9 @@ class AdaptedWeight(Tensor):
             result = func(*args, **kwargs)
         if isinstance(result, Tensor):
             raise UnsupportedModelError(
-                f"expected a model that uses the weight of {adapted.owner} only to multiply tokens with it, in its "
-                "module, found one that reads it elsewhere, where no adapter would apply; leave the module out of "
-                "target_modules and target_parameters"
+                f"expected a model that uses the weight of {adapted.owner} only in the linear product of its module, "
+                "found one that also reads it elsewhere, without the adapter; leave the module out of target_modules "
+                "and target_parameters"
             )
         return result
 
@@ -344,8 +344,8 @@ class SharedInput:
         if schedule.segments and num_tokens != num_positions:
             raise UnsupportedModelError(
                 f"target_modules: expected modules that the model runs on all {num_positions} tokens of a forward "
-                f"pass, found one with {self._operands.in_features} features that it runs on {num_tokens}; leave out "
-                "layers that see only some tokens, such as layers of experts"
+                f"pass, found a module with {self._operands.in_features} input features that it runs on {num_tokens} "
+                "tokens; leave out layers that see only some tokens, such as layers of experts"
             )
 
     def _compute_tokens(self, x_TK: Tensor) -> tuple[Tensor, ...]:

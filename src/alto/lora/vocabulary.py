@@ -71,7 +71,7 @@ class MultiLoraEmbedding(_VocabularyModule, SettingsModule):
         if len(ids_T1) != num_positions:
             raise UnsupportedModelError(
                 f"target_modules, modules_to_save: expected a model that looks up all {num_positions} tokens of a "
-                f"forward pass at once, found {len(ids_T1)} in {self._name}; leave the embeddings out"
+                f"forward pass in one call, found {len(ids_T1)} in {self._name}; leave the embeddings out"
             )
         if places is not None:
             ids_T1 = places.collect(ids_T1)

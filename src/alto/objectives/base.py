@@ -203,12 +203,12 @@ def find_objective(name: str) -> Objective:
         missing = sorted(member for member in ("check", "terms") if not hasattr(implementation, member))
         raise UnsupportedError(
             f"method: expected {path}, the implementation of {name!r}, to have check and terms, found it without "
-            f"{', '.join(missing)}; give it what docs/objectives.md lists"
+            f"{', '.join(missing)}; add the methods that docs/objectives.md lists"
         )
     if method.entry.derived and not isinstance(implementation, DerivedMetrics):
         raise UnsupportedError(
             f"method: expected {path}, the implementation of {name!r}, to have num_statistics and derived_metrics for "
-            f"{', '.join(method.entry.derived)}, found it without; give it what docs/objectives.md lists"
+            f"{', '.join(method.entry.derived)}, found it without; add the methods that docs/objectives.md lists"
         )
     return Objective(method=method, implementation=implementation)
 

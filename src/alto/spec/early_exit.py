@@ -158,7 +158,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
             ``select_ratio``, it makes one rung; if only ``select_ratio`` is given, the default is the paper's 0.05.
         select_ratio: Share of the ranked jobs that continue; if only ``warmup_ratio`` is given, the default is the
             paper's 0.25.
-        rungs: ``(progress, keep)`` pairs in rising order of ``progress``. Every job is ranked after the share
+        rungs: ``(progress, keep)`` pairs in increasing order of ``progress``. Every job is ranked after the share
             ``progress`` of its steps. Of the jobs that the previous rung kept, the share ``keep`` continues. Excludes
             ``warmup_ratio``, ``select_ratio`` and ``preset``. With none of the four, ``paper`` uses ((0.05, 0.25),) and
             ``alto`` its default preset.
@@ -314,8 +314,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
             if self.evaluations is None:
                 present, missing = missing, present
             raise ValueError(
-                f"{present}: expected it together with {missing}, found it alone. Give both, or remove it; "
-                "evaluation_share then decides."
+                f"{present}: expected {missing} together with this key, found {present} alone. Set both, or remove it; "
+                "then evaluation_share decides."
             )
         given = self._given_rungs
         # A preset's rungs after the finish are dropped; rungs set by the user are all used.

@@ -126,8 +126,8 @@ class _Stack:
 
 
 def _stack(columns: list[tuple[float, float]], demand: TaskDemand) -> float:
-    """Put a task on the lowest of the columns, which are ``(free_at + load, load)`` in rising order; return its upper
-    edge."""
+    """Put a task on the lowest of the columns, which are ``(free_at + load, load)`` in increasing order; return its
+    upper edge."""
     width = demand.num_gpus
     upper = max(load for _, load in columns[:width]) + demand.duration_s
     columns[:width] = [(total - load + upper, upper) for total, load in columns[:width]]

@@ -137,7 +137,7 @@ def _report(error: Exception) -> None:
     if is_of_service(error):
         _LOG.warning("no server can lead: %s", first_line(error))
     elif isinstance(error, AltoError):
-        _LOG.error("this server drives no cluster, and tries again: %s", error)
+        _LOG.error("this server has no cluster, and tries again: %s", error)
     else:
         _LOG.error("the coordinator restarts after an error", exc_info=error)
 
