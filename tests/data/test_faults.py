@@ -167,7 +167,7 @@ def test_conversations_that_the_template_refuses_are_bad_rows(tmp_path: Path) ->
     task = make(tmp_path, *[GOOD] * 12, refused, GOOD, on_bad_row="skip")
     data = read_task_rows(task).encode(tokenizer)
     assert (len(data.train), data.train.num_skipped, data.counts()["bad_rows"]) == (13, 0, 1)
-    assert any("1 row of 14 of the training data left out" in note for note in data.notes)
+    assert any("the training data: 1 of 14 rows left out" in note for note in data.notes)
     with pytest.raises(BadRowsError, match=r"train\.jsonl:13: expected turns .*\(no system\)"):
         read_task_rows(task.replace(on_bad_row="error")).encode(tokenizer)
 

@@ -369,7 +369,7 @@ class OutputHead:
         return self.own_output(**inputs)[1]
 
     def own_output(self, **inputs: Any) -> tuple[Any, Tensor]:
-        """Return the output of a forward pass of the model, with one number per token in place of logits, and the input
+        """Return the output of a forward pass of the model, with one number per token instead of logits, and the input
         of the head."""
         with self._caught(runs=False) as caught:
             output = self._model(**inputs, use_cache=False)

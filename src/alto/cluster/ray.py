@@ -154,7 +154,7 @@ class _Versions:
 
 
 def _ask_versions(ray_id: str, packages: Sequence[str]) -> Any:
-    """Ask a node for the versions of packages; None stands for one that is not installed. Return Ray's reference."""
+    """Ask a node for the versions of packages, None if one is not installed. Return Ray's reference to the answer."""
 
     # A function in a function: Ray sends its code, so that it also runs where ALTO is missing.
     def versions(packages: Sequence[str]) -> dict[str, str | None]:

@@ -190,7 +190,7 @@ def find_layout(
         is_classified: Whether only labelled texts are accepted.
 
     Raises:
-        DataFormatError: No layout fits any row, or several fit equally many rows and all fit the first of these.
+        DataFormatError: No layout fits any row, or several fit the same number of rows and all fit the first of these.
     """
     candidates = [
         layout

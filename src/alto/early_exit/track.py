@@ -130,7 +130,7 @@ class JobTrack:
         self.step_metrics = {**self.step_metrics, **added}
 
     def take_metrics(self) -> Mapping[str, tuple[float, ...]]:
-        """Return the measurements of the steps since the latest evaluation, and start anew."""
+        """Return the measurements of the steps since the latest evaluation, and start a new collection."""
         taken, self.step_metrics = self.step_metrics, {}
         return taken
 

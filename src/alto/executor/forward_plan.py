@@ -96,7 +96,7 @@ class Passes:
         self.inject()
 
     def inject(self) -> None:
-        """Wrap the targeted modules of the base model for the bank, in place of a bank that was injected before."""
+        """Wrap the targeted modules of the base model for the bank. A bank that was injected before is removed."""
         self.forward_context = inject(self.backbone.model, self.bank, self.backbone.rows_in_pass)
 
     def local_slot(self, job: JobState) -> int | None:

@@ -52,8 +52,8 @@ class BankHeads:
         """Return the logits ``[Q, K]`` in the dtype of the bank; the backward pass adds the gradients of the heads to
         those in the bank.
 
-        Every head is multiplied only with the rows of its own job, so results are bit-identical whatever other jobs are
-        present.
+        Every head is multiplied only with the rows of its own job, so results do not depend on other
+        jobs.
 
         Args:
             slots: Slot of every job; all their heads have the same number of labels.

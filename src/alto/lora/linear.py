@@ -365,7 +365,7 @@ class SharedInput:
         return grouped_lora_linear(x_TK, self.bank.anchor, self._bases, self._operands, schedule, self.bank.ops)
 
     def _with_bias(self, member: int, y_TN: Tensor) -> Tensor:
-        """Return the output of layer ``member``, with each slot's own bias in place of the frozen one."""
+        """Return the output of layer ``member``, with each slot's own bias instead of the frozen one."""
         biases, schedule = self._biases[member], self.context.schedule
         assert schedule is not None
         if biases is None or not biases.is_in(schedule):

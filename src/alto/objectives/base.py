@@ -253,7 +253,7 @@ class AuxiliaryTerm:
 
     def values(self) -> Sequence[float | None]:
         """Return the loss of every job of the step, without its factor; None for jobs without this loss. Called on all
-        ranks, after the backward pass. An empty list stands for a term without losses."""
+        ranks, after the backward pass. The list is empty for a term without losses."""
         return ()
 
 

@@ -51,7 +51,7 @@ def move_alias(session: Session, model: ModelRow, job: JobRow) -> str | None:
 
 
 def settle_aliases(session: Session) -> None:
-    """Point aliases of deleted models to the newest ready model, and delete aliases for which there is none."""
+    """Point aliases of deleted models to the newest ready model; if there is no such model, delete the alias."""
     statement = select(AliasRow).join(ModelRow, ModelRow.id == AliasRow.model).where(ModelRow.deleted_at.is_not(None))
     for alias in session.scalars(statement.with_for_update(of=AliasRow)).all():
         newest = session.scalar(
