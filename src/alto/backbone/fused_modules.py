@@ -407,7 +407,7 @@ def rotating_function(kind: type[nn.Module]) -> FunctionType | None:
 def fused_rotation(
     kind: type[nn.Module], function: FunctionType, functions: ModuleType, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[..., Any], Rotation] | str:
-    """Return a forward pass for ``kind`` that rotates with the kernel, and this rotation; or why there is none.
+    """Return a forward pass for ``kind`` that rotates with the kernel, and this rotation; or a reason if there is none.
 
     The module of transformers is not changed: the new function has the same code as ``function`` but other globals.
 

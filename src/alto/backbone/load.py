@@ -316,7 +316,7 @@ def _check_is_no_adapter(model: str, folder: Path) -> None:
 
 
 def _check_complete(model: str, report: Mapping[str, Any], remedy: str) -> None:
-    """Check that no weight is missing or has another shape: transformers would fill it with random numbers."""
+    """Check that no weight is missing or has a wrong shape, because transformers would fill it with random numbers."""
     wrong = [f"no {name}" for name in sorted(report["missing_keys"])]
     wrong += [
         f"{name} as {tuple(found)} instead of {tuple(expected)}"

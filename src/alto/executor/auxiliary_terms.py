@@ -98,7 +98,7 @@ class ReferenceKl(AuxiliaryTerm):
         kl_batches: list[JobBatch] = [
             (job, mismatched[id(dataset), rows], tuple(range(len(rows)))) for _, job, dataset, rows in with_kl
         ]
-        here = passes.here([job for job, _, _ in kl_batches])
+        local_jobs = passes.local_jobs([job for job, _, _ in kl_batches])
         index_of = passes.index_of([job for job, _, _ in self._batches])
         work, num_micro_batches = passes.work(kl_batches, split_jobs=True)
         means = torch.zeros(len(self._batches), dtype=torch.float64, device=passes.backbone.device)
@@ -106,9 +106,11 @@ class ReferenceKl(AuxiliaryTerm):
         def estimate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = passes.collate(parts)
-                with passes.evaluating(batch, here):
+                with passes.evaluating(batch, local_jobs):
                     losses_S = token_losses(passes.backbone, batch)
-                log_ratios_S = reference_losses(passes, batch, here, self._start_rows).double() - losses_S.double()
+                log_ratios_S = (
+                    reference_losses(passes, batch, local_jobs, self._start_rows).double() - losses_S.double()
+                )
                 if parts:
                     sums_J = run_sums(log_ratios_S, batch.job_targets)
                     sums_J = sums_J / upload(list(batch.job_weights), torch.float64, means.device)
@@ -144,21 +146,21 @@ class ReferenceLosses(AuxiliaryTerm):
         start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor],
     ) -> None:
         self._passes = passes
-        self._here = passes.here([job for job, _, _ in batches])
+        self._local_jobs = passes.local_jobs([job for job, _, _ in batches])
         self._start_rows = start_rows
 
     @torch.no_grad()
     def completed(self, batch: TokenBatch, indices_J: Tensor) -> TokenBatch:
-        here = {local_slot: self._here[local_slot] for local_slot in batch.slots}
-        if not any(map(_needs_reference_losses, here.values())):
+        local_jobs = {local_slot: self._local_jobs[local_slot] for local_slot in batch.slots}
+        if not any(map(_needs_reference_losses, local_jobs.values())):
             return batch
-        return replace(batch, reference_losses_S=reference_losses(self._passes, batch, here, self._start_rows))
+        return replace(batch, reference_losses_S=reference_losses(self._passes, batch, local_jobs, self._start_rows))
 
 
 def reference_losses(
     passes: Passes,
     batch: TokenBatch,
-    here: Mapping[int, JobState],
+    local_jobs: Mapping[int, JobState],
     start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor],
 ) -> Tensor:
     """Return the cross-entropy of every trained token under the reference of its job, ``[S]`` nats.
@@ -166,18 +168,18 @@ def reference_losses(
     With several ranks, all jobs belong to one task, so that all ranks run the same number of forward passes.
 
     Args:
-        here: Jobs in this rank's bank, by local slot, including all jobs of ``batch``.
+        local_jobs: Jobs in this rank's bank, by local slot, including all jobs of ``batch``.
         start_rows: See :class:`ReferenceKl`.
     """
     backbone = passes.backbone
-    scales = [here[local_slot].config.objective.logit_scale for local_slot in batch.slots]
-    starts = {local_slot: job.context.start for local_slot, job in here.items()}
+    scales = [local_jobs[local_slot].config.objective.logit_scale for local_slot in batch.slots]
+    starts = {local_slot: job.context.start for local_slot, job in local_jobs.items()}
     begun = {local_slot: start for local_slot, start in starts.items() if start is not None}
     if not begun:
         return token_losses(backbone, batch, scales)
-    with start_weights(passes.bank, begun, start_rows), passes.evaluating(batch, here):
+    with start_weights(passes.bank, begun, start_rows), passes.evaluating(batch, local_jobs):
         of_start_S = token_losses(backbone, batch, scales)
-    if len(begun) == len(here):
+    if len(begun) == len(local_jobs):
         return of_start_S
     of_base_S = token_losses(backbone, batch, scales)
     begins = torch.tensor([local_slot in begun for local_slot in batch.slots])
@@ -231,7 +233,7 @@ class RouterBalance(AuxiliaryTerm):
         self._backbone, self._ranks = passes.backbone, passes.ranks
         self._batches = batches
         jobs = [job for job, _, _ in batches]
-        self._here, self._index_of = passes.here(jobs), passes.index_of(jobs)
+        self._local_jobs, self._index_of = passes.local_jobs(jobs), passes.index_of(jobs)
         self._micro_steps = [_MicroSteps.of(*batch) for batch in batches]
         self._counts: dict[int, Tensor] = {}
         self._balance_J: Tensor | None = None
@@ -289,7 +291,7 @@ class RouterBalance(AuxiliaryTerm):
         def add(parts: Sequence[JobRows]) -> None:
             with watching("forward"), recorded_routers(self._backbone) as routers:
                 batch = passes.collate(parts)
-                with passes.training(batch, self._here):
+                with passes.training(batch, self._local_jobs):
                     self._backbone.hidden_states(
                         batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
                     )

@@ -106,7 +106,7 @@ class Passes:
             return self.slots.local_slot_of(slot)
         return None
 
-    def here(self, jobs: Sequence[JobState]) -> dict[int, JobState]:
+    def local_jobs(self, jobs: Sequence[JobState]) -> dict[int, JobState]:
         """Return the jobs among ``jobs`` that are in this rank's bank, by local slot."""
         return {local_slot: job for job in jobs if (local_slot := self.local_slot(job)) is not None}
 
@@ -154,19 +154,19 @@ class Passes:
             for of_task in groups
         ]
 
-    def evaluating(self, batch: TokenBatch, here: Mapping[int, JobState]) -> AbstractContextManager[None]:
+    def evaluating(self, batch: TokenBatch, local_jobs: Mapping[int, JobState]) -> AbstractContextManager[None]:
         """Return a context in which a forward pass over ``batch`` has no dropout and no noise.
 
         Args:
-            here: The jobs in this rank's bank, by local slot.
+            local_jobs: The jobs in this rank's bank, by local slot.
         """
-        return self.forward_context.use(schedule_of(batch, here, training=False))
+        return self.forward_context.use(schedule_of(batch, local_jobs, training=False))
 
-    def training(self, batch: TokenBatch, here: Mapping[int, JobState]) -> AbstractContextManager[None]:
+    def training(self, batch: TokenBatch, local_jobs: Mapping[int, JobState]) -> AbstractContextManager[None]:
         """Return a context in which a forward pass over ``batch`` is part of a training step, with dropout and noise;
         for the arguments see :meth:`evaluating`."""
-        schedule = self.prepared.take_schedule(schedule_of(batch, here, training=True))
-        return self._drawn(schedule, _noise_of(batch, here, self.backbone.device))
+        schedule = self.prepared.take_schedule(schedule_of(batch, local_jobs, training=True))
+        return self._drawn(schedule, _noise_of(batch, local_jobs, self.backbone.device))
 
     @contextmanager
     def _drawn(self, schedule: TokenSchedule, noise: TokenNoise | None) -> Iterator[None]:

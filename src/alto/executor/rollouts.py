@@ -215,7 +215,7 @@ class _JobAdapters:
 
     def __init__(self, passes: Passes, jobs: Sequence[JobState]) -> None:
         self._passes = passes
-        self._scales = {slot: adapter_scale(job.config) for slot, job in passes.here(jobs).items()}
+        self._scales = {slot: adapter_scale(job.config) for slot, job in passes.local_jobs(jobs).items()}
 
     def __len__(self) -> int:
         return self._passes.bank.num_slots

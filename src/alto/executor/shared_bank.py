@@ -343,9 +343,9 @@ class SharedBank:
         """Report ``event`` to every member with jobs in its slots."""
         local_slot = self.trainer.passes.local_slot
         for member in self._members:
-            here = [job for job in member.jobs if job.slot is not None and local_slot(job) in event.slots]
-            if here or len(self._members) == 1:
-                member.memory_ran_out(replace(event, jobs=tuple(sorted(job.id for job in here))))
+            affected = [job for job in member.jobs if job.slot is not None and local_slot(job) in event.slots]
+            if affected or len(self._members) == 1:
+                member.memory_ran_out(replace(event, jobs=tuple(sorted(job.id for job in affected))))
 
     def _no_bank(self, size: BankSize) -> str:
         return (

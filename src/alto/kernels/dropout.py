@@ -24,7 +24,7 @@ _MASK = 0xFFFFFFFF
 
 
 class DropoutKey(NamedTuple):
-    """The key of a slot's dropout mask. Besides the module, the mask depends only on the job, never on other jobs in
+    """The key of a slot's dropout mask. The mask depends only on the module and the job, never on other jobs in
     the batch.
 
     Attributes:
