@@ -83,7 +83,8 @@ class ModelUse:
             base_model: Name of the base model in the adapter: the argument of ``from_pretrained``, or the name of an
                 object.
             tokenizer_in: ``folder`` if the tokenizer is in the adapter's folder; ``base`` for the tokenizer of the base
-                model; ``base_with_template`` for the latter with the template in the adapter's folder.
+                model; ``base_with_template`` for the tokenizer of the base model with the template in the adapter's
+                folder.
         """
         settings = {} if self.labels is None else self.labels.to_config()
         tokenizer = self._load("AutoTokenizer", "folder" if tokenizer_in == "folder" else repr(base_model))

@@ -61,7 +61,7 @@ def _prepared(folder: Path) -> Path:
     """Write the task and its rows into ``folder``, and return the task's file.
 
     Raises:
-        RunExistsError: The folder holds something else than the files of a demo.
+        RunExistsError: The folder has files that are not a demo's.
         RunWriteError: It cannot be written.
     """
     file = folder / _TASK

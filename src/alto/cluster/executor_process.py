@@ -261,7 +261,7 @@ class WatchedRun:
     """Watches a process that works on the run of ``launch``, and maybe on others.
 
     Attributes:
-        has_begun: Whether it has written into its journal anything but measurement progress.
+        has_begun: Whether its journal has an event other than measurement progress.
 
     Raises:
         OSError: The attempt's folder or the order cannot be written (`RunWriteError` is an OSError).

@@ -94,7 +94,7 @@ class SavedAdapter:
 
     @property
     def extra_kinds(self) -> str:
-        """A text that lists the kinds of its tensors other than the matrices; empty if there are none."""
+        """A text that lists the kinds of tensors that are not low-rank matrices; empty if there are none."""
         return " and ".join(dict.fromkeys(map(_kind, self.weights.extras)))
 
     @property

@@ -175,7 +175,7 @@ class Objective:
         return terms
 
     def _naming_errors(self, method: str) -> AbstractContextManager[None]:
-        """Report an error of a package's implementation as the package's; running out of memory is not its error."""
+        """Name the package in an error of its implementation; an out-of-memory error stays as it is."""
         return naming_errors(
             f"{self.name}.{method}", type(self.implementation).__module__, page=OBJECTIVES.page, passes=is_out_of_memory
         )

@@ -137,8 +137,9 @@ def _padded_labels(batch: TokenBatch, logits_QK: Tensor) -> Tensor:
 
 # Regression: every job has its own head, which reads the hidden state of a row's last token.
 #
-# The loss is that of transformers' ``...ForSequenceClassification`` with that ``problem_type``: the mean squared error
-# over rows and outputs. ``pearson`` is the correlation of predictions and labels; for several outputs, their mean.
+# The loss is the mean squared error over rows and outputs, as in transformers' ``...ForSequenceClassification`` with
+# ``problem_type="regression"``. ``pearson`` is the correlation of predictions and labels; for several outputs, the mean
+# of their correlations.
 #
 # Shapes: ``Q`` rows, ``K`` outputs, ``J`` jobs.
 

@@ -147,9 +147,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
             ``collapse_patience`` steps in a row, all completions of each prompt had equal rewards, or the entropy of
             their tokens was almost 0, or almost none ended although most did at the start. Their best adapter is kept
             and still competes.
-        rules: Further rules by name, called after those of the policy: a mapping of a rule's settings, or true for its
-            defaults. Packages register rules; ALTO's are ``divergence``, ``overfitting_gap``, ``overfitting_upturn``,
-            ``collapse``.
+        rules: Further rules by name, called after the policy's own rules: a mapping of a rule's settings, or true for
+            its defaults. Packages register rules; ALTO's are ``divergence``, ``overfitting_gap``,
+            ``overfitting_upturn``, ``collapse``.
         select: Rank the jobs at every rung and end those that are not kept.
         preset: Rungs, ``min_kept``, ``finish_from`` and ``clear_from`` by name (``alto`` only). If no rungs are given,
             None means ``preferences`` for a method that learns which replies are better (``dpo``, ``kto`` and similar),
@@ -176,8 +176,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
             validation rows an evaluation uses, and how often jobs are evaluated after the last rung, at most at every
             ``eval_steps`` of the task; the best adapters are measured once more at the end. ``all`` evaluates on all
             rows, at every ``eval_steps``. This always applies if ``metric`` is not the loss, and to all methods except
-            sft, dpo, orpo, cpo and those of packages with ``has_row_losses``.
-        evaluations: ``(progress, rows)`` pairs with rising progress: the shares of its steps after which a job is
+            sft, dpo, orpo, cpo and methods of packages with ``has_row_losses``.
+        evaluations: ``(progress, rows)`` pairs in order of progress: the shares of its steps after which a job is
             evaluated, and the number of validation rows. None lets ``evaluation_share`` decide.
         final_evaluations: Number of best jobs that are measured once more at the end, and number of validation rows;
             the winner is one of these jobs. None lets ``evaluation_share`` decide.

@@ -169,12 +169,12 @@ class Scoring(SpecModel):
         scorer: The check that an answer must pass. ``exact``: the generated text equals the row's reply, except for
             white space. ``contains``: it contains the reply. ``regex``: it matches a pattern. ``json``: it has the same
             JSON value as the reply. ``tool_call``: it has the reply's tool calls, with their names and arguments.
-            ``numeric``: its last number equals that of the reply. ``exact_match``: ``numeric`` in GSM8K's form, where
-            the number is the final answer ``#### N``. ``format``: it consists of tags in a given order, each once, with
-            any content; the reply is not compared. ``similarity``: the score is its similarity to the reply, from 0 to
-            1. ``multiple_choice``: among the distinct replies of the validation rows (at most 26), the row's own reply
-            is the most likely; nothing is generated. ``python``: your function scores each generated text. ``http``: a
-            server scores it, for example with a language model.
+            ``numeric``: its last number equals the last number of the reply. ``exact_match``: ``numeric`` in GSM8K's
+            form, where the number is the final answer ``#### N``. ``format``: it consists of tags in a given order,
+            each once, with any content; the reply is not compared. ``similarity``: the score is its similarity to the
+            reply, from 0 to 1. ``multiple_choice``: among the distinct replies of the validation rows (at most 26), the
+            row's own reply is the most likely; nothing is generated. ``python``: your function scores each generated
+            text. ``http``: a server scores it, for example with a language model.
         keys: For ``json``: compare only these keys of an object; ``a.b`` is ``b`` in the object ``a``. None compares
             the whole value.
         pattern: For ``regex``: a Python regular expression that is searched for in the generated text. If it has a

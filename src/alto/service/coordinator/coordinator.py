@@ -360,8 +360,8 @@ class Coordinator:
                     return
                 row.lease += 1
                 lease = row.lease
-                # Before the commit, while no other server can become the leader: so a former leader, which fails above,
-                # cannot overwrite a newer lease.
+                # Written before the commit, while no other server can become the leader. A previous leader fails above,
+                # so it cannot overwrite a newer lease.
                 run.lease(lease)
             run_name = f"{job.id}.{lease}"
             plane.submit(run_name, root, task, priority=level, shares_with=self._shares_with(job.tenant))
