@@ -279,7 +279,7 @@ def fused_norm(module: nn.Module, functions: ModuleType, device: torch.device) -
     """Return the kind and the epsilon of an RMS norm, or the reason why no kernel can replace it.
 
     The class of the norm is run on random rows with random weights. Its outputs must be bit-identical to those of a
-    known kind. Outputs and gradients must equal those of the kernel up to rounding.
+    known kind. Outputs and gradients must equal the kernel's up to rounding.
 
     Args:
         module: An RMS norm: :func:`norm_signature` is not None.

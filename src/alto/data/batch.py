@@ -411,7 +411,7 @@ def _sequences_of(job: JobRows) -> Iterator[tuple[Tensor, Tensor, tuple[Span, ..
 
 
 def _num_shared(provider: Tensor, ids: Tensor, targets: Tensor) -> int:
-    """Return the number of leading tokens that equal those of ``provider`` and do not predict a trained token."""
+    """Return the number of leading tokens that are the same in ``provider`` and do not predict a trained token."""
     most = min(len(provider), len(ids) - 1)
     differs = (provider[:most] != ids[:most]) | (targets[:most] >= 0)
     return int(differs.int().argmax()) if differs.any() else most

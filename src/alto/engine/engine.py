@@ -172,7 +172,7 @@ class Engine:
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> TaskResult:
-        """Resume an interrupted run from its last checkpoint; its result equals that of an uninterrupted run.
+        """Resume an interrupted run from its last checkpoint. The result is the same as without the interruption.
 
         A finished run returns its result again. If a command that clones or resumes one of its jobs (``alto job``) is
         waiting, that job is trained, and the result, the best adapter and the report are updated.

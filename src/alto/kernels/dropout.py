@@ -29,7 +29,7 @@ class DropoutKey(NamedTuple):
 
     Attributes:
         first_token: Position of the micro-batch's first token in the job's batch. It is not 0 if a batch is split into
-            micro-batches; their masks then equal those of the unsplit batch.
+            micro-batches; their masks then equal the masks of the unsplit batch.
     """
 
     probability: float

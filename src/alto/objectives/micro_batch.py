@@ -139,7 +139,7 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
 def job_losses(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learners]) -> Tensor:
     """Return the loss of every job, ``[J]`` float32; if a job's batch is split, the contribution of this micro-batch.
 
-    Arguments are those of :func:`micro_batch_terms`."""
+    The arguments are the same as for :func:`micro_batch_terms`."""
     sums_J = torch.cat([terms.sums_J for terms in micro_batch_terms(backbone, batch, learners)])
     return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
 

@@ -214,7 +214,7 @@ class Scoring(SpecModel):
     tolerance: float = Field(default=0.0, ge=0, description="largest difference of numbers that count as equal")
     tags: tuple[str, ...] = Field(default=("think", "answer"), description="tags of an answer, in order")
     measure: SimilarityMeasure = Field(default="fuzzy_match", description="what texts have in common")
-    ignore_case: bool = Field(default=False, description="treat capital and small letters alike")
+    ignore_case: bool = Field(default=False, description="ignore the case of letters")
     function: str | None = Field(default=None, min_length=1, description="dotted name of a Python function")
     url: str | None = Field(default=None, min_length=1, description="address of an HTTP scorer")
     headers_env: str | None = Field(default=None, description="environment variable with further headers")

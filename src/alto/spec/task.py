@@ -46,7 +46,7 @@ class Task(DataKeys):
     """One tuning task, checked completely by its constructor: every job of its search space is valid.
 
     Fields of a job (:class:`JobConfig`, including aliases) and settings of the method may be given beside the task's
-    own keys; they are then fixed for every job. The keys about data are those of :class:`DataKeys`.
+    own keys; they are then fixed for every job. :class:`DataKeys` has the keys about data.
 
     Two arguments can be Python objects, which files cannot contain. ``model`` may be a loaded
     ``transformers.PreTrainedModel``, given with its ``tokenizer``, for a run in this process. ``config`` is a
