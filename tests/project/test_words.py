@@ -46,6 +46,11 @@ RETIRED = {
     ", some of which": "a sentence of its own",
     ", all of which": "a sentence of its own",
     ", each of which": "a sentence of its own",
+    ", most of which": "a sentence of its own",
+    "in small letters": "in lower case",
+    "is that of TRL": "is the same as in TRL",
+    "are those of TRL": "are the same as in TRL",
+    "rising progress": "order of progress",
 }
 """Retired phrases, each with its replacement."""
 
