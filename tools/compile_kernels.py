@@ -256,7 +256,7 @@ def page(lines: Iterable[str]) -> str:
             "loads, as with ranks divisible by 8.",
             "",
             "`rms norm`, `swiglu`, `rotary` and `losses` are kernels of the base's layers and output head. Their dtype",
-            "is that of the base. Their tiles are rows × columns; for `rotary`, tokens × heads × pairs.",
+            "is the dtype of the base. Their tiles are rows × columns; for `rotary`, tokens × heads × pairs.",
             "",
             "| op | base / bank | tiles | warps | stages | sm | registers | spilled bytes | shared KiB | per SM |",
             "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",

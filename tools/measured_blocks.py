@@ -75,8 +75,8 @@ def _headline(results: Path) -> str:
     alto, trl = figures["sweep12_s"] / 60, figures["sweep12_s"] * figures["sweep12_over_trl"] / 60
     return (
         f"A sweep of 12 configurations of SmolLM2-135M on two CPU cores takes **{alto:.0f} minutes; TRL and PEFT need "
-        f"{trl:.0f}** ([measured](#measured), with evaluation and set-up; TRL trained two of the 12 jobs, from which "
-        "the time of all is extrapolated)."
+        f"{trl:.0f}** ([measured](#measured), with evaluation and set-up; the time of TRL and PEFT is extrapolated "
+        "from two of the 12 jobs)."
     )
 
 
@@ -121,7 +121,7 @@ def _rewards(results: Path) -> str:
         f"On two CPU cores, 8 configurations of this task take {minutes:.0f} minutes from start to adapter; TRL's "
         f"`GRPOTrainer`, one configuration after the other, needs {minutes * figures['early_exit_over_trl']:.0f} "
         f"(extrapolated from four steps of two of them). Of 256 test prompts, the base model answers "
-        f"{tuned['base_reward']:.0%} rightly, the winner {tuned['reward']:.0%}."
+        f"{tuned['base_reward']:.0%} correctly, and the winner {tuned['reward']:.0%}."
     )
 
 

@@ -206,7 +206,7 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 
 
 def tickets(rng: random.Random) -> list[Row]:
-    """Return texts with labels, of which one label has most rows."""
+    """Return texts with labels; one label has most of the rows."""
     rows = []
     for label, count in TICKET_COUNTS.items():
         texts: dict[str, None] = {}

@@ -211,8 +211,7 @@ class ClusterLostError(AltoError, ConnectionError):
 
 
 class ClusterVersionError(AltoError, RuntimeError):
-    """Nodes of a cluster have other versions of ALTO, or of a package that tasks need, than the process that starts
-    tasks on them."""
+    """Nodes of a cluster have other versions of ALTO or torch than the process that starts tasks on them."""
 
 
 class RankConnectionError(AltoError, ConnectionError):

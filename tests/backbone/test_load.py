@@ -93,7 +93,7 @@ class TestHalfPrecisionOnACpu:
     def test_is_refused_without_instructions(self, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         missing = {"avx512_bf16": False, "amx_bf16": False, "avx512_f": True, "f16c": True}
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: missing)
-        text = rf"^dtype: expected a CPU that computes in {dtype} \(A.*; set dtype: float32 \(auto .*, or use a GPU$"
+        text = rf"^dtype: expected a CPU with instructions for {dtype} \(A.*; set dtype: float32 \(auto .*use a GPU$"
         with pytest.raises(UnsupportedError, match=text):
             load_backbone(BaseModelSpec(id="alto-tiny", dtype=dtype))
         assert load_network(BaseModelSpec(id="alto-tiny", dtype=dtype)).dtype == getattr(torch, dtype)  # to merge

@@ -51,7 +51,7 @@ def test_another_folder_is_left_alone(folder: Path) -> None:
     (folder / "mine" / "quickstart.yaml").write_text("model: other\n")
     done = invoke("mine")
     assert isinstance(done.exception, RunExistsError)
-    assert "expected a new folder, or that of an unchanged demo, found mine" in str(done.exception)
+    assert "expected a new folder or the folder of an unchanged demo, found mine" in str(done.exception)
     assert [path.name for path in (folder / "mine").iterdir()] == ["quickstart.yaml"]
     assert (folder / "mine" / "quickstart.yaml").read_text() == "model: other\n"
 

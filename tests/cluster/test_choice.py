@@ -20,7 +20,9 @@ from alto.cluster.local import LocalCluster
 from alto.errors import ClusterLostError, SpecError, UnsupportedError
 from alto.records import Gpu, Node
 
-FILES = packages.files_of("clusters.md", after="### One that wraps another", until="### One that starts executors")
+FILES = packages.files_of(
+    "clusters.md", after="### A cluster that wraps another", until="### A cluster that starts executors"
+)
 
 
 def test_local_is_this_machine() -> None:
@@ -172,12 +174,12 @@ def test_invalid_nodes_are_refused(nodes: Any, message: str) -> None:
         (None, "expected a list of events, found NoneType"),
         (["finished"], "expected events of alto.cluster, found str"),
         ([AttemptEnded(task="a", attempt=1, outcome="finished")], "expected an outcome .*, found 'finished'"),  # type: ignore[arg-type]
-        ([ended(2)], "AttemptEnded of attempt 2 at task 'a', of which attempt 1 runs; fix the cluster plugin"),
-        ([ended(task="b")], "AttemptEnded of attempt 1 at task 'b', of which no attempt runs"),
-        ([ended(), ended()], "AttemptEnded of attempt 1 at task 'a', of which no attempt runs"),
+        ([ended(2)], "AttemptEnded of attempt 2 at task 'a', while attempt 1 is running; fix the cluster plugin"),
+        ([ended(task="b")], "AttemptEnded of attempt 1 at task 'b', while no attempt is running"),
+        ([ended(), ended()], "AttemptEnded of attempt 1 at task 'a', while no attempt is running"),
         (
             [ended(), EntryWritten(task="a", attempt=1, entry=entries([{"event": "began", "time": 0.0}])[0])],
-            "EntryWritten of attempt 1 at task 'a', of which no attempt runs",
+            "EntryWritten of attempt 1 at task 'a', while no attempt is running",
         ),
     ],
 )

@@ -146,7 +146,7 @@ def test_a_hung_loop_and_a_stopped_process_are_found_though_they_live(
         os.kill(pid, signal.SIGSTOP)
     ended = until_ended_by(clock, started)
     assert ended.outcome is Outcome.LOST
-    assert "hung: no sign of life for" in ended.reason
+    assert "hung: no heartbeat for" in ended.reason
     assert not is_alive(pid)
 
 

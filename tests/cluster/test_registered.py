@@ -16,7 +16,7 @@ import alto
 from alto.cluster import Outcome, open_cluster
 from alto.runs import read_events
 
-FILES = packages.files_of("clusters.md", after="### One that starts executors itself")
+FILES = packages.files_of("clusters.md", after="### A cluster that starts executors itself")
 
 Start = Callable[[str], Started]
 

@@ -109,7 +109,7 @@ def test_skipped_rows_are_left_out_counted_and_noted(tmp_path: Path) -> None:
     assert len(rows.train) == 21
     data = rows.encode(load_tokenizer())
     assert data.counts()["bad_rows"] == 8
-    assert data.notes[0].startswith("8 rows of 29 of dataset left out (on_bad_row: skip): 1 not JSON, 1 not an object,")
+    assert data.notes[0].startswith("dataset: 8 of 29 rows left out (on_bad_row: skip): 1 not JSON, 1 not an object,")
     assert data.notes[0].endswith(f"; the first is {tmp_path / 'train.jsonl'}:2.")
     assert preview_rows(rows, load_tokenizer(), task, num_rows=0).notes == data.notes
 
@@ -167,7 +167,7 @@ def test_conversations_that_the_template_refuses_are_bad_rows(tmp_path: Path) ->
     task = make(tmp_path, *[GOOD] * 12, refused, GOOD, on_bad_row="skip")
     data = read_task_rows(task).encode(tokenizer)
     assert (len(data.train), data.train.num_skipped, data.counts()["bad_rows"]) == (13, 0, 1)
-    assert any("1 row of 14 of the training data left out" in note for note in data.notes)
+    assert any("the training data: 1 of 14 rows left out" in note for note in data.notes)
     with pytest.raises(BadRowsError, match=r"train\.jsonl:13: expected turns .*\(no system\)"):
         read_task_rows(task.replace(on_bad_row="error")).encode(tokenizer)
 
@@ -197,5 +197,5 @@ def test_the_note_reaches_journal_and_report(tmp_path: Path) -> None:
     run = Path(result.run_dir)
     started = json.loads((run / "journal.jsonl").read_text().split("\n")[0])
     assert started["data"]["bad_rows"] == 3
-    assert started["notes"][0].startswith("3 rows of 23 of dataset left out (on_bad_row: skip): 3 not JSON")
-    assert "3 rows of 23 of dataset left out" in (run / "report.html").read_text()
+    assert started["notes"][0].startswith("dataset: 3 of 23 rows left out (on_bad_row: skip): 3 not JSON")
+    assert "dataset: 3 of 23 rows left out" in (run / "report.html").read_text()

@@ -87,9 +87,9 @@ def test_rows_left_out_are_noted_by_their_reason(tmp_path: Path) -> None:
     path.write_text(good * 12 + masked * 3 + good.replace('"q"', f'"{"long " * 90}"'), encoding="utf-8")
     task = Task(model="alto-tiny", dataset=str(path), validation_dataset=str(write_rows(tmp_path / "v.jsonl")))
     assert encode(task, max_length=50).notes == (
-        "1 training row of 16 (6.2%) cut at max_length 50.",
-        "1 training row of 16 left out: no trained token within max_length 50.",
-        "3 training rows of 16 left out: nothing in them is to be trained.",
+        "1 of 16 training rows (6.2%) cut at max_length 50.",
+        "1 of 16 training rows left out: no trained token within max_length 50.",
+        "3 of 16 training rows left out: no trained token in them.",
     )
 
 
@@ -162,8 +162,8 @@ def test_pairs_are_read_split_and_counted(tmp_path: Path) -> None:
     assert data.notes == (
         "2 validation rows of 12 also in the training data: the validation loss looks better than it is, and "
         "overfitting is seen late.",
-        "1 training pair of 41 (2.4%) cut at max_length 30.",
-        "1 training pair of 41 left out: no part in which the replies differ is within max_length 30.",
+        "1 of 41 training pairs (2.4%) cut at max_length 30.",
+        "1 of 41 training pairs left out: no part in which the replies differ is within max_length 30.",
     )
 
 

@@ -172,7 +172,7 @@ def test_a_type_without_a_default_is_refused_before_training(tmp_path: Path, tin
     task = make_task(tmp_path, model=str(tmp_path / "base"), target_modules="peft-default")
     engine = alto.Engine(output_dir=tmp_path / "runs", progress=False)
     for use in (engine.tune, engine.preview):
-        with pytest.raises(TargetModuleError, match="found 'phi3', for which it has none; name the modules"):
+        with pytest.raises(TargetModuleError, match="found 'phi3', which has none; name the modules"):
             use(task)
     assert not (tmp_path / "runs").exists()
 
@@ -261,7 +261,7 @@ def test_a_finished_run_that_has_not_kept_all_takes_no_further_jobs(
     action: JobAction, base: Path, tmp_path: Path
 ) -> None:
     run = tuned(base, tmp_path)
-    with pytest.raises(JobCommandError, match="only a run whose task has keep: all takes further jobs"):
+    with pytest.raises(JobCommandError, match="Jobs can be added only to a run with keep: all"):
         Mailbox(run).send(action, "job-000", warm=action is JobAction.CLONE)
     result = CliRunner().invoke(app, ["job", action.value, str(run.root), "job-000"])
     assert isinstance(result.exception, JobCommandError)

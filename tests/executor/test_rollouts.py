@@ -72,7 +72,7 @@ def training_log_probs(bank: Bank, job: JobState, texts: list[Text]) -> list[flo
     dataset = EncodedDataset(input_ids=tuple(ids for ids, _ in rows), targets=tuple(targets for _, targets in rows))
     passes = bank.trainer.passes
     batch = passes.collate([JobRows(dataset, job.slot or 0, tuple(range(len(rows))), shares_beginnings=True)])
-    with passes.evaluating(batch, passes.here([job])):
+    with passes.evaluating(batch, passes.local_jobs([job])):
         return (-token_losses(bank.backbone, batch, [job.config.objective.logit_scale])).tolist()
 
 

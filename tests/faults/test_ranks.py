@@ -109,7 +109,7 @@ def test_ranks_that_die_cost_nothing_but_time(
     assert [end.outcome for end in ends] == [Outcome.LOST] * len(DEATHS) + [Outcome.FINISHED]
     for end, (rank, _, number, _) in zip(ends, DEATHS, strict=False):
         killed = f"rank {rank} was killed by SIGKILL" if rank else "its process was killed by SIGKILL"
-        assert (killed if number is signal.SIGKILL else "hung: no sign of life") in end.reason
+        assert (killed if number is signal.SIGKILL else "hung: no heartbeat") in end.reason
     assert facts(result.run_dir) == facts(undisturbed[0].run_dir)
     assert "task_resumed" in [event["event"] for event in read_journal(result.run_dir)]
     best = Path("best", "adapter_model.safetensors")

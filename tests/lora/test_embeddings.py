@@ -208,7 +208,7 @@ def test_a_model_that_looks_up_other_tokens_is_refused_and_ejection_restores_it(
     bank.occupy(0, AdapterShape(rank=2, targets=targets))
     with (
         context.use(TokenSchedule.build([0], [5], [1.0])),
-        pytest.raises(UnsupportedModelError, match="all 5 tokens of a forward pass at once, found 3"),
+        pytest.raises(UnsupportedModelError, match="all 5 tokens of a forward pass in one call, found 3"),
     ):
         model.model.embed_tokens(torch.tensor([[1, 2, 3]]))
     eject(model)

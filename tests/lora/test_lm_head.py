@@ -250,7 +250,7 @@ class TestTheModelsOwnLogits:
         backbone, _, context = with_heads(build_tiny("llama"))
         with (
             context.use(TokenSchedule.build([0, 1], [3, 5], [1.0, 1.0])),
-            pytest.raises(UnsupportedModelError, match="equally many of every row, found 2"),
+            pytest.raises(UnsupportedModelError, match="same number of tokens of every row, found 2"),
         ):
             backbone.model.lm_head(torch.zeros(1, 2, 32))
 

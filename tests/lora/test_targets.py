@@ -89,7 +89,7 @@ def test_the_default_is_pefts(tiny_model: ModelFactory, architecture: str) -> No
 def test_a_type_without_a_default_is_refused_as_peft_does(tiny_model: ModelFactory) -> None:
     with pytest.raises(ValueError, match="Please specify `target_modules`"):
         chosen_by_peft(tiny_model("phi3"), None)
-    with pytest.raises(TargetModuleError, match=r"found 'phi3', for which it has none; name the modules in target_mod"):
+    with pytest.raises(TargetModuleError, match=r"found 'phi3', which has none; name the modules in target_modules"):
         default_targets("phi3")
     assert default_targets("phi3", has_parameters=True) == ()
 

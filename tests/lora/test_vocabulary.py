@@ -170,8 +170,8 @@ class TestRefused:
         ("settings", "error", "message"),
         [
             ({"modules_to_save": ["norm"]}, UnsupportedError, "found 'norm', which is model.norm, a LlamaRMSNorm"),
-            ({"modules_to_save": ["q_proj"]}, UnsupportedError, "a Linear, whose training as a whole is not impl"),
-            ({"modules_to_save": ["wte"]}, TargetModuleError, "none under 'wte'; it can be model.embed_tokens or lm"),
+            ({"modules_to_save": ["q_proj"]}, UnsupportedError, "a Linear; ALTO cannot train this module in full"),
+            ({"modules_to_save": ["wte"]}, TargetModuleError, "none under 'wte'; use model.embed_tokens or lm"),
             (
                 {"modules_to_save": ["lm_head"], "target_modules": ["lm_head"]},
                 TargetModuleError,

@@ -111,7 +111,7 @@ REFUSED_ALONE: list[tuple[Change, str]] = [
     (with_("one", duration_s=4.0), r"'one': expected a duration of 5.0 s, found 4.0"),
     (with_("one", gpus=gpus("n0:1", "n0:2")), r"'one': expected 1 different GPUs"),
     (with_("half", gpus=gpus("n1:0", "n1:0")), r"'half': expected 2 different GPUs"),
-    (with_("half", gpus=gpus("n1:1", "n1:0")), r"'half': expected GPUs in rising order"),
+    (with_("half", gpus=gpus("n1:1", "n1:0")), r"'half': expected GPUs in increasing order"),
     (with_("one", gpus=gpus("n0:9")), r"'one': expected GPUs of the cluster"),
     (lambda placements: placements.pop("one"), r"'one': expected 1 placements, found 0"),
     (lambda placements: placements.update(again=placements["one"]), r"'one': expected 1 placements, found 2"),

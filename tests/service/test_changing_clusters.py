@@ -204,7 +204,7 @@ def test_a_lost_connection_is_reported_until_it_is_back_and_jobs_go_on(
         wait_for(lambda: ready(service) == (200, []))
         for job in (running, waiting):
             assert service.finished(service.client(), job).status == "succeeded"
-    reports = [record for record in caplog.records if "drives no cluster" in record.message]
+    reports = [record for record in caplog.records if "has no cluster" in record.message]
     assert [record.exc_info for record in reports] in ([None], [None, None]), "each error once, without a traceback"
 
 

@@ -201,8 +201,8 @@ def test_rungs_exclude_the_ratios(clashing) -> None:
             {"rungs": [(0.3, 0.5)], "finish_from": 0.2},
             "finish_from: expected a share of the steps above the last rung's",
         ),
-        ({"rungs": [(0.2, 0.5), (0.1, 0.5)]}, r"rungs should rise in progress from rung to rung, found \[0.2, 0.1\]"),
-        ({"rungs": [(0.2, 0.5), (0.2, 0.5)]}, "rungs should rise"),
+        ({"rungs": [(0.2, 0.5), (0.1, 0.5)]}, r"rungs should be in increasing order of progress, found \[0.2, 0.1\]"),
+        ({"rungs": [(0.2, 0.5), (0.2, 0.5)]}, "rungs should be in increasing order"),
         ({"rungs": [(1.0, 0.5)]}, "rungs should be pairs of progress .above 0, below 1."),
         ({"rungs": [(0.5, 1.5)]}, "rungs should be pairs"),
         ({"rungs": [(0.5, "0.5")]}, "rungs should be pairs"),
@@ -240,7 +240,7 @@ def test_values_are_bounded(settings, message) -> None:
 )
 def test_evaluations_and_those_in_the_end_are_given_together(given: dict[str, object], missing: str) -> None:
     (name,) = given
-    with pytest.raises(SpecError, match=rf"^{name}: expected it together with {missing}, found it alone"):
+    with pytest.raises(SpecError, match=rf"^{name}: expected {missing} together with this key, found"):
         EarlyExit(**given)
 
 

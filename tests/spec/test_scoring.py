@@ -119,8 +119,8 @@ def test_an_address_is_shown_without_what_may_be_a_key(end: str) -> None:
         ({**PYTHON, "at": "rungs"}, "select_by.at should be 'finalists', or a list of rungs .* found 'rungs'"),
         ({**PYTHON, "at": []}, "select_by.at should be 'finalists', or a list"),
         ({**PYTHON, "at": [1.0]}, "select_by.at should be 'finalists', or a list"),
-        ({**PYTHON, "at": [0.2, 0.1]}, "select_by.at should rise from rung to rung"),
-        ({**PYTHON, "at": [0.1, 0.1]}, "select_by.at should rise from rung to rung"),
+        ({**PYTHON, "at": [0.2, 0.1]}, "select_by.at should be in increasing order"),
+        ({**PYTHON, "at": [0.1, 0.1]}, "select_by.at should be in increasing order"),
         (
             {**PYTHON, "at": [0.25, 0.3]},
             r"should be rungs of early_exit \(0.01, 0.025, 0.05, 0.1, 0.25, 0.6\), found 0.3",

@@ -67,7 +67,7 @@ def test_random_configurations_depend_on_the_seed_of_the_data() -> None:
     [
         ({"budget": {"cost": 1}}, {}, "search.budget.* expected both cost and gpu_hour_price, found only cost"),
         ({"budget": {"gpu_hour_price": 1}}, {}, "search.budget.* found only gpu_hour_price"),
-        ({"budget": {"jobs": 3}}, {}, "search.budget.jobs: expected it with an algorithm other than 'grid'"),
+        ({"budget": {"jobs": 3}}, {}, "search.budget.jobs: expected an algorithm other than grid"),
         ({"algorithm": "grid", "num_initial_jobs": 3}, {}, "search.num_initial_jobs: .* found 'grid'"),
         ({"algorithm": "random", "num_initial_jobs": 3}, {}, "search.num_initial_jobs: .* found 'random'"),
         ({"algorithm": "random", "usual_learning_rate": 3e-4}, {}, "search.usual_learning_rate: .* found 'random'"),

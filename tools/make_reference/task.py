@@ -93,7 +93,7 @@ first). As in PEFT, it is refused if `target_modules` is a pattern, because a pa
 serves adapters with patterns too (tried: 0.32).
 
 **Optimizers.** `optim` may also be spelt `adamw` or `adamw_torch_fused` (for `adamw_torch`) and `adamw_bnb_8bit` (for
-`adamw_8bit`). The 8-bit optimizers are those of bitsandbytes and train as bitsandbytes does alone. They need
+`adamw_8bit`). The 8-bit optimizers come from bitsandbytes and give the same results as bitsandbytes alone. They need
 `pip install "alto-lora[bnb]"`, and the paged one needs a GPU. The bank holds 32-bit state for all slots, or for none if
 no job of the task uses `adamw_torch`. `sgd`, `rmsprop` and `adagrad` are torch's optimizers, and `adafactor` is
 transformers' (with `scale_parameter` and `relative_step` off). They are made as in transformers' Trainer, one for the
@@ -122,10 +122,10 @@ The key is refused for pairs.
 (transformers' `load_balancing_loss_func`). It trains adapters through the hidden states, and adapters on the routers
 (`target_parameters`).
 
-- The default is that of TRL 1.16, and a note reports it before training. With `sft`, `dpo` and `kto` it is the value in
-  the configuration of the base model, if the model can return the logits of its routers. With `orpo` and `cpo` it is
-  the same, but only if `output_router_logits` is true in that configuration. With `classification` and `regression`
-  there is none. 0 turns the loss off.
+- The default is the same as in TRL 1.16, and a note reports it before training. With `sft`, `dpo` and `kto` it is the
+  value in the configuration of the base model, if the model can return the logits of its routers. With `orpo` and `cpo`
+  it is the same, but only if `output_router_logits` is true in that configuration. With `classification` and
+  `regression` there is none. 0 turns the loss off.
 - The loss of a job covers only its own tokens. Padding never counts, and the prompt of a pair counts twice as in TRL.
 - Each micro-step of `per_device_train_batch_size` rows has a loss of its own, and a step takes their mean. If the rows
   of a micro-step do not fit into one forward pass, or are on several GPUs, an earlier forward pass counts how often
@@ -134,8 +134,8 @@ The key is refused for pairs.
   in `router_losses`.
 - A base model that computes another loss for this is refused.
 
-**Schedules.** At every step, the learning rate is that of transformers' `get_scheduler`. The schedules take these
-`lr_scheduler_kwargs`:
+**Schedules.** At every step, the learning rate equals the result of transformers' `get_scheduler`. The schedules take
+these `lr_scheduler_kwargs`:
 
 {_schedules()}
 
@@ -203,12 +203,12 @@ be tens to hundreds of times slower. `float16` is trained without loss scaling, 
 very small. An adapter names its base model as the task does; load this base with the same quantisation to use the
 adapter.
 
-Leave out `optim_state_dtype` if there is enough memory: the steps are then those of torch's AdamW. With `bfloat16` the
-two moments of AdamW are rounded up or down at random, by a hash of the job's seed, its step and the position in the
-adapter. Their means are those in 32 bits, and a second moment is off by a few percent at a time. All jobs still take
-their steps in one launch, and a step reads and writes 8 bytes less per parameter. So try it before `adamw_8bit`, which
-takes a launch and a copy of the weights for every row. Choose `adamw_8bit` if a run has to train as bitsandbytes does.
-On a CPU the rounding takes time and saves only memory.
+Leave out `optim_state_dtype` if there is enough memory: the steps then equal the steps of torch's AdamW. With
+`bfloat16` the two moments of AdamW are rounded up or down at random, by a hash of the job's seed, its step and the
+position in the adapter. Their means are those in 32 bits, and a second moment is off by a few percent at a time. All
+jobs still take their steps in one launch, and a step reads and writes 8 bytes less per parameter. So try it before
+`adamw_8bit`, which takes a launch and a copy of the weights for every row. Choose `adamw_8bit` if a run has to train as
+bitsandbytes does. On a CPU the rounding takes time and saves only memory.
 
 With `adapter_dtype: bfloat16` and without `optim_state_dtype` the moments have 16 bits too, but are rounded to the
 nearest, as in torch. With `adam_beta2: 0.999` second moments then do not fall, because a step subtracts less than half

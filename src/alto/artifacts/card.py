@@ -17,7 +17,7 @@ _LIMIT = "---\n"
 _FOLDER = 'folder = "path/to/this/folder"'
 _CODE = re.compile(r"```python\n(?:(?!```).)*path/to/this/folder(?:(?!```).)*```\n", re.DOTALL)
 _PIPELINES = {"AutoModelForImageTextToText": "image-text-to-text"}
-"""The hub's pipeline tag by the class that loads a model, for classes whose tag is not ``text-generation``."""
+"""The hub's pipeline tag, by the ``Auto`` class of the model; all other classes have ``text-generation``."""
 
 
 def card_header(base_model: str, *, library: str, pipeline: str, tags: Sequence[str]) -> str:
@@ -83,7 +83,8 @@ class ModelUse:
             base_model: Name of the base model in the adapter: the argument of ``from_pretrained``, or the name of an
                 object.
             tokenizer_in: ``folder`` if the tokenizer is in the adapter's folder; ``base`` for the tokenizer of the base
-                model; ``base_with_template`` for the latter with the template in the adapter's folder.
+                model; ``base_with_template`` for the tokenizer of the base model with the template in the adapter's
+                folder.
         """
         settings = {} if self.labels is None else self.labels.to_config()
         tokenizer = self._load("AutoTokenizer", "folder" if tokenizer_in == "folder" else repr(base_model))

@@ -77,7 +77,8 @@ def gguf_command(file: Path) -> str:
 
 
 def _lora_command(file: Path) -> str:
-    """Return the command that serves an adapter in a GGUF file with llama.cpp; ``base.gguf`` stands for the base."""
+    """Return the command that serves an adapter in a GGUF file with llama.cpp; ``base.gguf`` is a placeholder for the
+    base."""
     return shlex.join(["llama-server", "--jinja", "-m", "base.gguf", "--lora", str(file)])
 
 

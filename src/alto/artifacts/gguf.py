@@ -20,7 +20,7 @@ from alto.records import GgufType
 
 # Hyperparameters of a model in a GGUF file, under the keys of llama.cpp.
 #
-# Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``TextModel.set_gguf_parameters``) and ``gguf-
+# Conventions come from llama.cpp, ``convert_hf_to_gguf.py`` (``TextModel.set_gguf_parameters``) and ``gguf-
 # py/gguf/constants.py``.
 
 _ARCHITECTURES: Mapping[str, str] = {
@@ -193,7 +193,7 @@ def _context_length(config: Any) -> tuple[int, tuple[str, ...]]:
 
 # Writing of a model to one GGUF file for llama.cpp.
 #
-# Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``ModelBase.prepare_tensors``, ``LlamaModel.permute``).
+# Conventions come from llama.cpp, ``convert_hf_to_gguf.py`` (``ModelBase.prepare_tensors``, ``LlamaModel.permute``).
 
 _FILE_TYPES: Mapping[GgufType, str] = {"f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
 _LARGEST_F16 = 65504.0

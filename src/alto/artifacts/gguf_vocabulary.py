@@ -3,7 +3,7 @@
 llama.cpp splits texts for byte-level BPE with its own regular expressions; a file names one of them
 (``tokenizer.ggml.pre``). ALTO does not rely on the tokenizer's name: it splits a text with the tokenizer and with six
 of llama.cpp's expressions, written for the package ``tokenizers``, and takes the name of the one that splits it in the
-same way. Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``get_vocab_base``), ``gguf-py/gguf/vocab.py``,
+same way. Conventions come from llama.cpp, ``convert_hf_to_gguf.py`` (``get_vocab_base``), ``gguf-py/gguf/vocab.py``,
 ``src/llama-vocab.cpp``.
 """
 

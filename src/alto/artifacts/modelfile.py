@@ -1,4 +1,4 @@
-"""Ollama's Modelfile beside a GGUF file: the files it uses, the prompt that messages become, the end of an answer."""
+"""Ollama's Modelfile beside a GGUF file: the files it uses, the prompt's template, the tokens that end an answer."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _moved(value: Any, old: str, new: str) -> Any:
 
 
 def _left_out(task: Task, config: JobConfig, rows: Rows, file: Path, tool: ForeignTool) -> list[str]:
-    """Return the settings, as ``key: value``, that differ in the task that results from importing ``file``."""
+    """Return the settings, as ``key: value``, that are lost when ``file`` is imported again."""
     method = [f"method={task.method}"] if tool == "trl" else []
     imported = imported_task([import_file(file, tool, method)], method).task
     ours, theirs = _comparable(config), _comparable(imported.jobs[0].config)

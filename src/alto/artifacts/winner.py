@@ -106,7 +106,8 @@ class Winner:
 
     @property
     def labels(self) -> LabelSet | None:
-        """Labels of the classification head; transformers' default names if unknown, None without a head."""
+        """Labels of the classification head; None without a head. If their names are unknown, these are transformers'
+        default names."""
         if self.named_labels is not None or not self.adapter.has_head:
             return self.named_labels
         names = tuple(f"LABEL_{index}" for index in range(len(self.adapter.weights.extras[HEAD])))

@@ -123,8 +123,8 @@ def _check_weights(model: PreTrainedModel, name: str, device: torch.device) -> N
         isinstance(parameter, DTensor) for parameter in model.parameters()
     ):
         raise UnsupportedError(
-            f"model: expected a model that this process holds whole, found {name} sharded over several; name it by its "
-            "id with 'num_gpus', and ALTO shards it"
+            f"model: expected a model that is completely in this process, found {name} sharded over several processes; "
+            "name it by its id with 'num_gpus', and ALTO shards it"
         )
     if getattr(model, "hf_quantizer", None) is not None or hasattr(model.config, "quantization_config"):
         raise UnsupportedError(
@@ -151,6 +151,6 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: Any, name: str) -> None
     num_rows, num_tokens = getattr(embeddings, "num_embeddings", None), len(tokenizer)
     if num_rows is not None and num_tokens > num_rows:
         raise ModelError(
-            f"tokenizer: expected at most the {num_rows} tokens that {name} has rows for, found {num_tokens}; give "
-            "the model's own tokenizer, or add rows with model.resize_token_embeddings(len(tokenizer))"
+            f"tokenizer: expected at most {num_rows} tokens, the rows of the embeddings of {name}, found {num_tokens}; "
+            "give the model's own tokenizer, or add rows with model.resize_token_embeddings(len(tokenizer))"
         )

@@ -121,8 +121,8 @@ class FusedLayers:
         self._forwards = []
 
     def drop_unused(self) -> None:
-        """Drop the kernels that could not be used in the trial forward pass of the model over two tokens, which was
-        just run."""
+        """Drop the kernels that could not be used in the trial forward pass. Call this method after that pass, which
+        runs the model over two tokens."""
         left = []
         for module, forward in self._forwards:
             if forward.trial.why_not:
@@ -161,8 +161,8 @@ class FusedLayers:
         """Fuse the modules that use the forward pass of their class and have the structure that ``key_of`` recognises.
 
         Args:
-            key_of: Returns a key, which is equal for modules that compute the same; None for another structure.
-            find: Returns what makes the forward pass of modules with this key, or why they are not fused.
+            key_of: Returns a key; modules with equal keys compute the same. Returns None for other structures.
+            find: Returns the maker of the forward pass for modules with this key, or the reason why they are not fused.
         """
         found: dict[Any, _Maker | str] = {}
         for module in model.modules():

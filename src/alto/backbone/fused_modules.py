@@ -234,7 +234,7 @@ class _Given(nn.Module):
 
 
 _EPSILONS = ("variance_epsilon", "eps")
-"""Attributes in which transformers' norms keep the number that is added to the mean square."""
+"""Names of the attribute of transformers' norms that holds the epsilon, which is added to the mean square."""
 
 _ROW_SIZES = (1.0, 1e-3, 30.0, 0.0, 1.0)
 """Magnitudes of the test rows; the mean square of the second row is close to a typical epsilon."""
@@ -265,8 +265,8 @@ class FusedNorm(FusedForward):
 
 
 def norm_signature(module: nn.Module) -> tuple[Any, ...] | None:
-    """Return everything except the weights that decides what an RMS norm computes; None if ``module`` does not have the
-    structure of an RMS norm: one weight for each number of a row, an epsilon, and nothing else."""
+    """Return everything except the weights that determines the result of an RMS norm. Return None if ``module`` does
+    not have the structure of an RMS norm: one weight for each number of a row, an epsilon, and nothing else."""
     weight = module._parameters.get("weight")
     has_more = len(module._parameters) != 1 or any(module.children()) or any(module.buffers())
     if weight is None or weight.dim() != 1 or has_more or isinstance(module, nn.LayerNorm):
@@ -279,7 +279,7 @@ def fused_norm(module: nn.Module, functions: ModuleType, device: torch.device) -
     """Return the kind and the epsilon of an RMS norm, or the reason why no kernel can replace it.
 
     The class of the norm is run on random rows with random weights. Its outputs must be bit-identical to those of a
-    known kind. Outputs and gradients must equal those of the kernel up to rounding.
+    known kind. Outputs and gradients must equal the kernel's up to rounding.
 
     Args:
         module: An RMS norm: :func:`norm_signature` is not None.
@@ -407,7 +407,7 @@ def rotating_function(kind: type[nn.Module]) -> FunctionType | None:
 def fused_rotation(
     kind: type[nn.Module], function: FunctionType, functions: ModuleType, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[..., Any], Rotation] | str:
-    """Return a forward pass for ``kind`` that rotates with the kernel, and this rotation; or why there is none.
+    """Return a forward pass for ``kind`` that rotates with the kernel, and this rotation; or a reason if there is none.
 
     The module of transformers is not changed: the new function has the same code as ``function`` but other globals.
 

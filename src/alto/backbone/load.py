@@ -123,8 +123,8 @@ def _check_half_precision(spec: BaseModelSpec, device: torch.device) -> None:
         return
     remedy = "set dtype: float32 (auto means that on a CPU)" if spec.objects is None else "give model.float()"
     raise UnsupportedError(
-        f"dtype: expected a CPU that computes in {dtype} ({_EXTENSIONS[dtype]}), found one without, on which it is "
-        f"tens to hundreds of times slower than float32; {remedy}, or use a GPU"
+        f"dtype: expected a CPU with instructions for {dtype} ({_EXTENSIONS[dtype]}), found one without them, on which "
+        f"{dtype} is tens to hundreds of times slower than float32; {remedy}, or use a GPU"
     )
 
 
@@ -266,8 +266,8 @@ def _check_shardable(spec: BaseModelSpec, config: PreTrainedConfig) -> None:
         )
     if not spec.use_safetensors:
         raise UnsupportedError(
-            f"num_gpus: expected safetensors, of which every GPU reads its part, found 'use_safetensors: false'; "
-            f"convert {spec.id!r} to safetensors and remove the key, or set num_gpus to 1"
+            "num_gpus: expected safetensors, because every GPU reads only a part of such a file, found "
+            f"'use_safetensors: false'; convert {spec.id!r} to safetensors and remove the key, or set num_gpus to 1"
         )
 
 
@@ -316,7 +316,7 @@ def _check_is_no_adapter(model: str, folder: Path) -> None:
 
 
 def _check_complete(model: str, report: Mapping[str, Any], remedy: str) -> None:
-    """Check that no weight is missing or has another shape: transformers would fill it with random numbers."""
+    """Check that no weight is missing or has a wrong shape, because transformers would fill it with random numbers."""
     wrong = [f"no {name}" for name in sorted(report["missing_keys"])]
     wrong += [
         f"{name} as {tuple(found)} instead of {tuple(expected)}"

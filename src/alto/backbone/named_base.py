@@ -148,7 +148,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _are_same_tokens(tokenizer: Any, named: Any) -> bool:
-    """Return whether both tokenizers encode and end any text alike; the padding token does not matter."""
+    """Return whether both tokenizers encode and end every text in the same way; the padding token does not matter."""
     if not (hasattr(tokenizer, "backend_tokenizer") and hasattr(named, "backend_tokenizer")):
         return False
     ends = ("bos_token_id", "eos_token_id")

@@ -293,8 +293,8 @@ _NUM_TOKENS = 7
 """Tokens in the observed forward pass; several, because the first ids of a vocabulary are often special, and some have
 no embedding."""
 
-_SAME = 1e-2
-"""Relative difference of a measured factor that rounding explains in any precision."""
+_TOLERANCE = 1e-2
+"""Largest relative error of a measured factor that can come from rounding, in any precision."""
 
 
 @runtime_checkable
@@ -369,7 +369,7 @@ class OutputHead:
         return self.own_output(**inputs)[1]
 
     def own_output(self, **inputs: Any) -> tuple[Any, Tensor]:
-        """Return the output of a forward pass of the model, with one number per token in place of logits, and the input
+        """Return the output of a forward pass of the model, with one number per token instead of logits, and the input
         of the head."""
         with self._caught(runs=False) as caught:
             output = self._model(**inputs, use_cache=False)
@@ -471,5 +471,7 @@ def _factor(model: PreTrainedModel, measured: float) -> float | None:
         for name, value in vars(model.config.get_text_config()).items()
         if _SCALE.fullmatch(name) and isinstance(value, int | float) and value
     ]
-    near = [value for factor in known for value in (factor, 1 / factor) if abs(measured - value) <= _SAME * abs(value)]
+    near = [
+        value for factor in known for value in (factor, 1 / factor) if abs(measured - value) <= _TOLERANCE * abs(value)
+    ]
     return min(near, key=lambda value: abs(measured - value)) if near and near[0] != 1 else None

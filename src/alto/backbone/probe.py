@@ -2,10 +2,10 @@
 
 There are three checks, on rows longer than every window (windows are made small during the checks):
 
-- The tokens that each attention module attends to are read from the model's own masks (:mod:`alto.backbone.probe`).
-- The losses must equal the model's own, up to its rounding. To measure the rounding, its own forward pass is run a
-  second time with every module's output rounded again; the losses may differ by twice as much as those of the two runs.
-  A half-precision model is checked in float32 too.
+- The tokens that each attention module attends to are read from the model's own masks.
+- The losses must equal the model's own losses, up to rounding. To measure the rounding, the model's own forward pass is
+  run a second time, with every module's output rounded again. The tolerance is twice the difference between these two
+  runs. A half-precision model is checked in float32 too.
 - Every row must be independent: the tokens of another row must not change it by a bit. If the order of sums depends on
   all tokens, as in a mixture of experts, a change by rounding is allowed, but the gradient with respect to the other
   row must be exactly zero.
@@ -133,7 +133,7 @@ def small_windows(model: PreTrainedModel) -> Iterator[Mapping[int, int]]:
             size = next(free, None)
             if size is None:
                 raise UnsupportedModelError(
-                    f"{type(model).__name__}: expected a few different attention windows at most, found "
+                    f"{type(model).__name__}: expected only a few different attention windows, found "
                     f"{len({value for _, _, value in places})}; use another base model"
                 )
             real[size] = value
@@ -374,8 +374,8 @@ class _Rows:
         return -F.log_softmax(torch.cat(logits).float(), -1).gather(-1, self._targets_TC)
 
     def check_objective(self) -> None:
-        """Check that the model's own loss is that of the next token: the decoders of some encoder-decoder models do not
-        shift labels, because they expect shifted labels."""
+        """Check that the model's own loss predicts the next token. Decoders of some encoder-decoder models do not shift
+        labels, because they expect shifted labels."""
         row = max(self.rows, key=len)[None]
         if row.shape[1] < 2:
             return
@@ -386,8 +386,8 @@ class _Rows:
         is_of_same = (output.loss - of_same).abs() <= tolerance * of_same.abs()
         if is_of_same and (output.loss - of_same).abs() < (output.loss - of_next).abs():
             raise UnsupportedModelError(
-                f"{_name(self._backbone)}: expected a model whose own loss is that of the next token, found that of "
-                "the same token, as of the decoder of an encoder-decoder model; use another base model"
+                f"{_name(self._backbone)}: expected a model whose own loss predicts the next token, found a loss that "
+                "predicts the same token, as in the decoder of an encoder-decoder model; use another base model"
             )
 
     @torch.no_grad()
@@ -402,8 +402,8 @@ class _Rows:
             own = (noise_TC.norm() / expected_TC.norm()).item()
             layout = "padded" if self._backbone.is_padded else "packed"
             raise UnsupportedModelError(
-                f"{_name(self._backbone)}: expected the {layout} pass to give the model's own losses, found them "
-                f"{apart:.1e} apart (relative; its own rounding is {own:.1e}); this architecture needs support first"
+                f"{_name(self._backbone)}: expected the {layout} pass to give the model's own losses, found a relative "
+                f"difference of {apart:.1e} (rounding alone: {own:.1e}); ALTO does not support this architecture yet"
             )
         return hidden_TH
 
@@ -513,7 +513,7 @@ def _perturbed_outputs(model: nn.Module) -> Iterator[None]:
         if output.device not in generators:
             generators[output.device] = torch.Generator(output.device).manual_seed(0)
         unit = torch.empty(output.shape, device=output.device).uniform_(-1, 1, generator=generators[output.device])
-        # Models compute norms and rotations in float32, whatever their dtype.
+        # Models of any dtype compute norms and rotations in float32.
         rounding = max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps) / 2
         exact = output.to(torch.promote_types(output.dtype, torch.float64))
         return (exact * (1 + rounding * unit)).to(output.dtype)

@@ -107,9 +107,9 @@ _NAMES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_IMAGE_TEXT_TO_
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return transformers' factory for the model that ``config`` describes: the factory of causal language models, or,
-    for a model that also reads images and has no class for text alone, that of vision-language models. The latter are
-    tuned on rows of text."""
+    """Return transformers' factory for the model that ``config`` describes. This is the factory of causal language
+    models. A model that also reads images and has no class for text alone needs the factory of vision-language models;
+    it is tuned on rows of text."""
     is_visual = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if is_visual else AutoModelForCausalLM
 

@@ -27,8 +27,8 @@ from alto.spec import find_method
 
 _KEY = "router_aux_loss_coef"
 _NUM_TOKENS = 23
-_SAME = 1e-4
-"""Relative difference that the order of sums explains."""
+_TOLERANCE = 1e-4
+"""Largest relative difference of two equal losses whose terms were added in different orders."""
 
 
 def router_coefficient(model: PreTrainedModel, given: float | None, method: str) -> float:
@@ -160,7 +160,7 @@ def check_router_loss(backbone: Backbone) -> None:
         chosen_1E, probabilities_1E = router_sums(backbone, routers, [num_tokens])
         num_summed = num_tokens * len(routers)
         found = (chosen_1E * probabilities_1E).sum() * routers[0].shape[-1] / num_summed**2
-        if not (found - expected).abs() <= _SAME * expected.abs():
+        if not (found - expected).abs() <= _TOLERANCE * expected.abs():
             raise _refusal(model, f"{float(expected):g} on a few tokens, where that is {float(found):g}")
 
 

@@ -22,7 +22,7 @@ from alto.kernels import send
 
 
 class PaddedRows:
-    """The place of every token in rows of one length.
+    """The position of every token in rows that are padded to the same length.
 
     Args:
         prefixes: Length of each sequence's prefix; see :class:`alto.backbone.sequences.Sequences`. The tokens of the
@@ -143,11 +143,13 @@ class Sequences:
     def prefix_gradients(self, grad_KGD: Tensor) -> Tensor:
         """Compute the gradient of the argument of :meth:`with_prefixes` from the gradient of its result."""
         device = grad_KGD.device
-        lent_P, copies_PC, own_T = (self._send(name, device, torch.int64) for name in ("lent", "copies", "own_keys"))
+        prefix_P, copies_PC, own_T = (
+            self._send(name, device, torch.int64) for name in ("prefix_tokens", "copies", "own_keys")
+        )
         grad_TGD = grad_KGD.index_select(0, own_T)
         padded = torch.cat([grad_KGD, grad_KGD.new_zeros(1, *grad_KGD.shape[1:])])
         copies = padded.index_select(0, copies_PC.flatten()).unflatten(0, copies_PC.shape)
-        grad_TGD[lent_P] += copies.sum(1)
+        grad_TGD[prefix_P] += copies.sum(1)
         return grad_TGD
 
     def _send(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -164,7 +166,7 @@ class Sequences:
         return list(accumulate(self.key_lengths, initial=0))
 
     def _key_tokens(self) -> Tensor:
-        """Return the index of the token at every place of the result of :meth:`with_prefixes`."""
+        """Return the index of the token at every position of the result of :meth:`with_prefixes`."""
         ranges = [
             torch.arange(first, first + count)
             for provider, prefix, start, length in self._parts()
@@ -173,30 +175,30 @@ class Sequences:
         return torch.cat(ranges)
 
     def _own_keys(self) -> Tensor:
-        """Return the place of every token in the result of :meth:`with_prefixes`, among the keys of its own
-        sequence."""
+        """Return the position of every token in the result of :meth:`with_prefixes`; the copies in prefixes of other
+        sequences are not included."""
         keys = zip(self._parts(), self._key_offsets(), strict=False)
         return torch.cat([torch.arange(key + prefix, key + prefix + length) for (_, prefix, _, length), key in keys])
 
-    def _lent(self) -> Tensor:
+    def _prefix_tokens(self) -> Tensor:
         """Return the indices of the tokens that are in the prefix of a sequence, ``[P]``."""
-        lent = self._borrowers().items()
-        return torch.cat([torch.arange(provider, provider + max(prefixes)) for provider, (prefixes, _) in lent])
+        uses = self._uses_of_prefixes().items()
+        return torch.cat([torch.arange(provider, provider + max(prefixes)) for provider, (prefixes, _) in uses])
 
     def _copies(self) -> Tensor:
-        """Return the places of the tokens of :meth:`_lent` as parts of prefixes, ``[P, C]``; rows with fewer places are
-        filled with the index after the last place."""
-        behind, borrowers = sum(self.key_lengths), list(self._borrowers().values())
-        most = max(len(prefixes) for prefixes, _ in borrowers)
-        found = [torch.full((max(prefixes), most), behind) for prefixes, _ in borrowers]
-        for copies, (prefixes, keys) in zip(found, borrowers, strict=True):
+        """Return the positions of the copies of the tokens of :meth:`_prefix_tokens`, ``[P, C]``. Rows with fewer
+        copies are filled with the index after the last position."""
+        padding, uses = sum(self.key_lengths), list(self._uses_of_prefixes().values())
+        most = max(len(prefixes) for prefixes, _ in uses)
+        found = [torch.full((max(prefixes), most), padding) for prefixes, _ in uses]
+        for copies, (prefixes, keys) in zip(found, uses, strict=True):
             for column, (prefix, key) in enumerate(zip(prefixes, keys, strict=True)):
                 copies[:prefix, column] = torch.arange(key, key + prefix)
         return torch.cat(found)
 
-    def _borrowers(self) -> dict[int, tuple[list[int], list[int]]]:
-        """Map the first token of each sequence that provides prefixes to their lengths and to the places where they
-        begin."""
+    def _uses_of_prefixes(self) -> dict[int, tuple[list[int], list[int]]]:
+        """Map the first token of each sequence that provides prefixes to the lengths and the first positions of these
+        prefixes."""
         found: dict[int, tuple[list[int], list[int]]] = {}
         for (provider, prefix, _, _), key in zip(self._parts(), self._key_offsets(), strict=False):
             if prefix:

@@ -1,4 +1,4 @@
-"""The ground floor: files, text of messages, plug-ins. Imports nothing of ALTO but its errors."""
+"""Helpers for all packages: files, text of messages, plug-ins. Imports nothing of ALTO except its errors."""
 
 from alto.base.files import (
     MAX_JSON_BYTES,

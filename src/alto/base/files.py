@@ -43,7 +43,7 @@ _RETRY_S = 0.02
 _SCRATCH_LOCK = "alto.lock"
 
 _NEW_S = 60.0
-"""Age in seconds below which the process that made an unlocked scratch folder may still be about to lock it."""
+"""Seconds after which an unlocked scratch folder counts as left over. A younger folder may be locked in a moment."""
 
 
 class LockFile:

@@ -203,5 +203,5 @@ def serve(handle: int, name: str) -> None:
 
 
 def _number(value: Any) -> Any:
-    """Return a list of numbers that is no list, or a number that is no float, such as a tensor, for JSON."""
+    """Convert an array or a number of another library, such as a tensor, to a list or a float for JSON."""
     return value.tolist() if hasattr(value, "tolist") else float(value)

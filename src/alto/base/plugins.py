@@ -113,7 +113,7 @@ class Registry(Generic[T]):
             ) from error
 
     def check_not_taken(self, name: str) -> None:
-        """Check that no package registers a ``name`` that is ALTO's own: :meth:`find` would ignore that package.
+        """Check that no package registers ``name``, which belongs to ALTO; :meth:`find` would ignore that package.
 
         It reads the entry points of all packages, so it is called once, before the entry is used.
 

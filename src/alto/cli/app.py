@@ -70,7 +70,7 @@ class _Commands(Mapping[str, Any]):
 
 
 class _App(TyperGroup):
-    """The group of all commands. Its help and its completion import no command, so that they come at once."""
+    """The group of all commands. Its help and its completion import no command, so that they are fast."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -61,7 +61,7 @@ def _prepared(folder: Path) -> Path:
     """Write the task and its rows into ``folder``, and return the task's file.
 
     Raises:
-        RunExistsError: The folder holds something else than the files of a demo.
+        RunExistsError: The folder has files that are not a demo's.
         RunWriteError: It cannot be written.
     """
     file = folder / _TASK
@@ -77,7 +77,7 @@ def _prepared(folder: Path) -> Path:
         raise write_error(folder, error, "name a folder that can be written: alto demo FOLDER") from None
     if not is_own:
         raise RunExistsError(
-            f"expected a new folder, or that of an unchanged demo, found {folder}; name a different folder: "
+            f"expected a new folder or the folder of an unchanged demo, found {folder}; name a different folder: "
             "alto demo FOLDER"
         )
     return file

@@ -195,8 +195,8 @@ def _write(path: Path, predictions: Sequence[Prediction]) -> None:
         )
     except OSError as error:
         raise RunWriteError(
-            f"save-predictions: expected a file that can be written, found that {path} cannot be written "
-            f"({error.strerror}); choose a different file; the numbers are in metrics.json"
+            f"save-predictions: expected a writable file, found {path} ({error.strerror}); choose a different file. "
+            "The scores are in metrics.json"
         ) from error
 
 

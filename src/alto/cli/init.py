@@ -267,7 +267,7 @@ def _defaults(values: Mapping[str, Any], survey: DataSurvey, seen: tuple[DataPre
 
 
 def _facts(survey: DataSurvey, values: Mapping[str, Any], seen: tuple[DataPreview, int] | None) -> dict[str, str]:
-    """Return comments that say what was found."""
+    """Return comments with facts about the dataset, by key."""
     share = values.get("validation_split")
     set_aside = "" if share is None else f" ({max(1, round(share * survey.num_rows)):,} rows)"
     lengths = ""

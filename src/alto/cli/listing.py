@@ -228,6 +228,6 @@ def _finished(run: RunDir) -> RunHistory:
         found = "an interrupted run" if history.result is None else "a run to which a command adds jobs"
         raise RunError(
             f"expected a finished run, found {found} in {run.root}; finish it with: {resume_command(run.root)}, or "
-            "remove its folder if you need nothing of it"
+            "delete its folder if you do not need it"
         )
     return history

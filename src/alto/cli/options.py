@@ -21,8 +21,8 @@ DEFAULT_MODEL = "alto-tiny"
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the folders of runs and queues whose paths begin with ``incomplete``, newest first: in the folder that
-    ``incomplete`` names, or in ``runs`` if it names none."""
+    """Return the folders of runs and queues with paths that begin with ``incomplete``, newest first. If ``incomplete``
+    contains no folder, the folder is ``runs``."""
     return [path for path, _ in _matching_runs(incomplete)]
 
 
@@ -140,7 +140,7 @@ def run_to_evaluate() -> Path:
     """Return the latest run in ``runs``; queues are skipped because they have no adapter of their own.
 
     Raises:
-        RunNotFoundError: There is none.
+        RunNotFoundError: There is no run.
     """
     found = latest_run(RUNS, lambda root: not QueueDir.exists(root))
     return _taken(found, "run", "alto eval RUN")

@@ -51,13 +51,13 @@ class Interrupt:
         self._has_ended = False
 
     def requested(self) -> bool:
-        """Return whether a signal has come. Training calls this, so from the first call on it can stop cleanly."""
+        """Return whether a signal has come. Training calls this method; from the first call on, it can stop cleanly."""
         self._is_polled = True
         return self.exit_code != 0
 
     def observe(self, entry: JournalEntry) -> None:
-        """Detect from events that nothing is left to stop cleanly. The start of training is not detected here, because
-        events arrive a moment later, on another thread; :meth:`requested` shows it."""
+        """Detect from events that the work has ended, so there is nothing to stop cleanly. The start of training is
+        detected by :meth:`requested` instead, because events arrive later, on another thread."""
         match entry.event:
             case events.TaskCompleted() | events.TaskInterrupted():
                 self._has_ended = True
@@ -77,7 +77,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def on_signal(self) -> None:
-        """Tell the user what the signal that has just come does."""
+        """Tell the user the effect of the latest signal."""
         self._num_announced += 1
         if self._num_announced > 1:
             text = f"Stopping at once; what the {self._what} trained since its last checkpoint will be trained again."
@@ -91,7 +91,7 @@ class Interrupt:
             self.announce(text)
 
     def how_to_continue(self, stop: KeyboardInterrupt, root: Path | None) -> str:
-        """Return what to tell the user after a stop at once: the whole command that resumes the work, if it had begun.
+        """Return the advice for the user after an immediate stop: the command that resumes the work, if it had begun.
 
         Args:
             stop: The exception; the engine adds a note with the command if a run or queue had begun.
@@ -122,9 +122,9 @@ def catching_signals(what: str = "run") -> Iterator[Interrupt]:
     """
     interrupt = Interrupt(what)
     # Ignored signals stay ignored, as with nohup or in a shell's background jobs.
-    heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    with _announcing(interrupt, heeded):
-        before = {number: signal.signal(number, interrupt.handle) for number in heeded}
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    with _announcing(interrupt, handled):
+        before = {number: signal.signal(number, interrupt.handle) for number in handled}
         try:
             yield interrupt
         finally:
@@ -234,7 +234,7 @@ def print_error(error: AltoError) -> None:
 
 
 def print_stop(how_to_continue: str) -> None:
-    """Print on stderr that the work was stopped at once, and how to continue it; a command is not wrapped."""
+    """Print on stderr that the work was stopped immediately, and how to continue it. A command is not wrapped."""
     from alto.views.plan import visible
 
     Console(stderr=True).print(Text(visible(f"Stopped at once; {how_to_continue}")), soft_wrap=True)

@@ -111,7 +111,7 @@ class Ending:
     Attributes:
         reason: Why it did not finish, as a sentence for the user.
         error: Class of the error that ended it; empty if there was none, or it is unknown.
-        notices: Problems beside the result, as sentences for the user.
+        notices: Other problems, such as a missing report, as sentences for the user.
     """
 
     outcome: Outcome
@@ -133,8 +133,8 @@ class EntryWritten:
 class AttemptEnded(Ending):
     """The end of an attempt at a task. No process works on the task any more; a shared process may go on with others.
 
-    One exception: its watcher died alone. The executor then saves and ends by itself, and until then it holds the lock
-    of its run, so that the next attempt waits.
+    There is one exception: the process that watches the executor died, but the executor did not. The executor then
+    saves and ends by itself. Until then it holds the lock of its run, so that the next attempt waits.
     """
 
     task: str
@@ -142,7 +142,7 @@ class AttemptEnded(Ending):
 
     @classmethod
     def of(cls, launch: Launch, ending: Ending) -> AttemptEnded:
-        """Return the event of a launch that ended so."""
+        """Return the event for the end of ``launch``."""
         return cls(task=launch.task, attempt=launch.attempt, **asdict(ending))
 
 
@@ -172,7 +172,7 @@ class Cluster(Protocol):
 
     @property
     def has_gpus(self) -> bool:
-        """False if CPU slots take the place of GPUs."""
+        """False if CPU slots are used instead of GPUs."""
 
     def start(self, launch: Launch) -> None:
         """Start an executor; :meth:`poll` reports its events, including a failure to start.
@@ -203,8 +203,8 @@ def check_launch(launch: Launch, nodes: Iterable[Node], running: Iterable[Launch
         if launch.executor and other.executor == launch.executor:
             if other.gpus != launch.gpus or other.base != launch.base or launch.num_ranks > 1:
                 raise ValueError(
-                    f"task {launch.task!r}: expected the GPUs and the base model of {launch.executor!r}, which it "
-                    f"shares, {list(other.gpus)} and {other.base!r}, found {list(launch.gpus)} and {launch.base!r}"
+                    f"task {launch.task!r}: expected {list(other.gpus)} and {other.base!r}, the GPUs and the base "
+                    f"model of its executor {launch.executor!r}, found {list(launch.gpus)} and {launch.base!r}"
                 )
             continue
         taken.update(other.gpus)

@@ -54,7 +54,7 @@ class CheckedCluster:
 
     @property
     def has_gpus(self) -> bool:
-        """False if CPU slots take the place of GPUs."""
+        """False if CPU slots are used instead of GPUs."""
         with self._naming_errors("has_gpus"):
             return self._cluster.has_gpus
 
@@ -94,7 +94,7 @@ class CheckedCluster:
         attempt = self._attempts.get(event.task)
         if event.attempt != attempt:
             runs = "no attempt" if attempt is None else f"attempt {attempt}"
-            found = f"{type(event).__name__} of attempt {event.attempt} at task {event.task!r}, of which {runs} runs"
+            found = f"{type(event).__name__} of attempt {event.attempt} at task {event.task!r}, while {runs} is running"
             raise self._broken("poll", "events of attempts that were started and have not ended", found)
         if isinstance(event, AttemptEnded):
             del self._attempts[event.task]

@@ -163,7 +163,7 @@ class Controller:
         self.call(lambda: self._dispatcher.cancel(task, command))
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
-        """Change the priorities of waiting tasks, with one new plan; running and finished tasks stay the same.
+        """Set the priorities of waiting tasks, then plan once; running and finished tasks are not changed.
 
         Raises:
             SpecError: A task does not exist.

@@ -1,5 +1,5 @@
-"""A process on this machine that works on runs, one after the other or several at once, and its runs, as seen by its
-cluster.
+"""A process on this machine that works on runs, one after the other or several at the same time; and its runs, as seen
+by its cluster.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class WatchedRun:
     """Watches a process that works on the run of ``launch``, and maybe on others.
 
     Attributes:
-        has_begun: Whether it has written into its journal anything but measurement progress.
+        has_begun: Whether its journal has an event other than measurement progress.
 
     Raises:
         OSError: The attempt's folder or the order cannot be written (`RunWriteError` is an OSError).
@@ -321,7 +321,7 @@ class WatchedRun:
         heartbeat = self._read_heartbeat()
         if heartbeat is None:
             entries = []  # written by the previous holder of the lock
-        # While its task is measured, it gives no other sign of life, just as while a model is loaded.
+        # While its task is measured, it sends no other heartbeat, just as while a model is loaded.
         self.has_begun = self.has_begun or any(not isinstance(entry.event, MeasuringBegun) for entry in entries)
         if ending is None:
             self._kill_if_overdue(is_silent=heartbeat == self._heartbeat and not entries)
@@ -362,14 +362,14 @@ class WatchedRun:
         # While the process loads a model for one run, its other runs wait.
         limit_s = self._timeouts.heartbeat_s if self.process.has_begun else self._timeouts.start_s
         now = time.monotonic()
-        # Time in which this process itself was stopped counts little: it could not see any sign of life.
+        # Time in which this process itself was stopped counts little: it could not see any heartbeat.
         elapsed_s = min(now - self._watched_at, limit_s / 2)
         self._watched_at = now
         self._silence_s = self._silence_s + elapsed_s if is_silent else 0.0
         if self.process.is_being_killed:
             self.process.kill()
         elif self._silence_s > limit_s:
-            self.process.kill(f"hung: no sign of life for {self._silence_s:.0f} s")
+            self.process.kill(f"hung: no heartbeat for {self._silence_s:.0f} s")
         elif now > self._drains_until:
             self.process.kill(f"was asked to stop and had not ended after {self._timeouts.drain_s:.0f} s")
 

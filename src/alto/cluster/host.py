@@ -34,7 +34,7 @@ class HostedRun:
 
     Attributes:
         number: Unique in the process.
-        is_interrupted: Returns whether to stop; each call is a sign of life.
+        is_interrupted: Returns whether to stop; each call is a heartbeat.
     """
 
     number: int
@@ -48,7 +48,7 @@ class RunEnd:
 
     Attributes:
         error: The error that ended it; None if it finished.
-        notices: Problems beside the result, as sentences for the user.
+        notices: Other problems, such as a missing report, as sentences for the user.
     """
 
     error: BaseException | None = None

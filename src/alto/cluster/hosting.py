@@ -1,4 +1,4 @@
-"""Works on the runs that the cluster orders this process to work on: one after the other, or several at once."""
+"""Works on the runs that the cluster assigns to this process: one after the other, or several at the same time."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StopRequest:
 
 
 class Heartbeat:
-    """Checks whether one attempt must stop. Each check is also its sign of life."""
+    """Checks whether one attempt must stop. Each check is also its heartbeat."""
 
     def __init__(self, attempt: AttemptDir, request: StopRequest) -> None:
         self.is_stopping = False
@@ -254,8 +254,8 @@ def _redirect(stdout: Path, stderr: Path) -> None:
 
 
 def run_is_busy(attempt: AttemptDir) -> RunBusyError:
-    """Return the error for an attempt whose run another process does not release."""
+    """Return the error for an attempt at a run that another process keeps locked."""
     return RunBusyError(
-        f"expected a run that no other process works on, found that one still works on {attempt.run_dir} after "
+        f"expected a run that no other process works on, found that another process has held {attempt.run_dir} for "
         f"{LOCK_TIMEOUT_S:.0f} s; end that process, then resume the run"
     )

@@ -268,8 +268,8 @@ def unique_name(name: str, taken: Collection[str]) -> str:
 
 
 def past_ends(queue_dir: QueueDir) -> list[str]:
-    """Return ids of pending commands that end the queue. Call it before this process takes the queue's lock: commands
-    sent before that were meant for an earlier process."""
+    """Return the ids of pending commands that end the queue. Call this function before taking the queue's lock: such
+    commands were sent to an earlier process."""
     pending = QueueMailbox(queue_dir.run).pending()
     return [command.id for command in pending if command.action in (QueueAction.FINISH, QueueAction.DRAIN)]
 

@@ -22,7 +22,7 @@ NODE = "local"
 class LocalCluster:
     """Executors on this machine: processes with their own GPUs, each for one task or for several that share it.
 
-    On a machine without GPUs, CPU slots take their place: a task that has n of m slots sees no CUDA device and uses n/m
+    On a machine without GPUs, CPU slots are used instead: a task that has n of m slots sees no CUDA device and uses n/m
     of the cores, at least one, and plans with n/m of the memory. With GPUs, tasks share the cores in the same way.
 
     A process whose tasks have ended is kept for a while because its base model is loaded. It ends when others need its
@@ -34,10 +34,9 @@ class LocalCluster:
     Args:
         total_gpus: Number of GPUs to use, starting with the first; None uses all. On a machine without GPUs, the number
             of its CPU slots; None means one.
-        heartbeat_timeout_s: An executor that has written into its journal and then shows no sign of life for this long
-            is killed and ends as ``lost``. Signs of life are journal lines, and checks of its training loop whether to
-            stop.
-        start_timeout_s: The same before its first journal line, while it loads the model and reads the data.
+        heartbeat_timeout_s: Longest time without a heartbeat after the first line of its journal. Then an executor is
+            killed and ends as ``lost``. A heartbeat is a journal line, or a check of the training loop whether to stop.
+        start_timeout_s: Longest time without a heartbeat before the first line, while it loads the model and the data.
         drain_timeout_s: An executor that was asked to stop, or whose controller has died, is killed after this long.
         idle_timeout_s: A process without a task is ended after this long.
 
@@ -75,7 +74,7 @@ class LocalCluster:
 
     @property
     def has_gpus(self) -> bool:
-        """False if CPU slots take the place of GPUs."""
+        """False if CPU slots are used instead of GPUs."""
         return bool(self._devices)
 
     def start(self, launch: Launch) -> None:

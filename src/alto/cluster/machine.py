@@ -64,7 +64,7 @@ class ProcessPool:
             of_it = any(found.launch.executor == launch.executor for found in process.runs)
             if of_it and not process.has_ended():
                 if not process.is_reusable:
-                    raise OSError(f"expected {launch.executor} to take a further task, found that it ends")
+                    raise OSError(f"expected {launch.executor} to accept another task, found that it is ending")
                 return process
         return None
 

@@ -64,7 +64,7 @@ class Orders:
     """The folder of one process, which only this user can enter.
 
     Attributes:
-        takes_more: Whether the process can work on further runs, as its reports that were read say.
+        takes_more: Whether the process can work on further runs, according to its reports so far.
     """
 
     def __init__(self, root: Path) -> None:

@@ -50,13 +50,14 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 IDLE_TIMEOUT_S = 60.0
-"""Time for which an actor without a task is kept, for a task that needs the base model in its process."""
+"""Time for which an actor without a task is kept. A later task can then use the base model in its process."""
 
 PACKAGES = ("alto-lora", "torch")
-"""Packages that need the same version on all nodes as here. Ray compares its own version and that of Python."""
+"""Packages that must have the same version on all nodes as in this process. Ray itself compares the versions of Ray and
+Python."""
 
 VERSIONS_TIMEOUT_S = 60.0
-"""Time for a node to tell its versions; Ray may have to start a process for it."""
+"""Time for a node to report its versions; Ray may have to start a process for it."""
 
 ASK_AGAIN_S = 60.0
 """Time after which a node with other versions is asked again, because it may have been upgraded."""
@@ -153,7 +154,7 @@ class _Versions:
 
 
 def _ask_versions(ray_id: str, packages: Sequence[str]) -> Any:
-    """Ask a node for the versions of packages; None stands for one that is not installed. Return Ray's reference."""
+    """Ask a node for the versions of packages, None if one is not installed. Return Ray's reference to the answer."""
 
     # A function in a function: Ray sends its code, so that it also runs where ALTO is missing.
     def versions(packages: Sequence[str]) -> dict[str, str | None]:
@@ -236,7 +237,7 @@ class RayCluster:
         self._counted_at = time.monotonic()
 
     def _first_nodes(self) -> Table:
-        """Return the nodes that can be used; wait until all have told their versions."""
+        """Return the nodes that can be used; wait until all have reported their versions."""
         while True:
             table = ray.nodes()
             admitted = self._versions.admitted(table)
@@ -261,7 +262,7 @@ class RayCluster:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether slots are GPUs; false if CPU slots take their place."""
+        """Whether slots are GPUs; false if CPU slots are used instead."""
         return self._resource == "GPU"
 
     def start(self, launch: Launch) -> None:
@@ -454,11 +455,11 @@ class RayCluster:
 
     def _check_silence(self, actor: _Actor) -> Iterator[AttemptEnded]:
         now = time.monotonic()
-        # Time in which this process itself was stopped or busy counts little: it could not see any sign of life.
+        # Time in which this process itself was stopped or busy counts little: it could not see any heartbeat.
         actor.silence_s += min(now - actor.watched_at, 2 * TICK_S)
         actor.watched_at = now
         if actor.is_placed and actor.silence_s > self._timeouts.heartbeat_s:
-            reason = f"hung: no sign of life of its actor for {actor.silence_s:.0f} s"
+            reason = f"hung: no heartbeat from its actor for {actor.silence_s:.0f} s"
             yield from self._end(actor, reason)
         elif not actor.is_placed and actor.silence_s > self._placement_timeout_s:
             reason = (
@@ -498,7 +499,7 @@ class RayCluster:
         return changes
 
     def _check_resource(self, table: Table) -> None:
-        """End everything if GPUs have joined a cluster whose CPU slots are used: what to use must be decided again."""
+        """Stop all executors if GPUs have joined a cluster with CPU slots, so that a restart uses the GPUs."""
         if self.has_gpus or slot_resource(table) != "GPU":
             return
         for actor in list(self._actors):

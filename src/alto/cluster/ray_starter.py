@@ -15,7 +15,7 @@ class Starter:
     """Starts executors on the GPUs that Ray gave to this actor. If this process dies, they live on only to save.
 
     Args:
-        has_gpus: Whether ``CUDA_VISIBLE_DEVICES`` names the actor's GPUs; otherwise CPU slots take their place.
+        has_gpus: Whether ``CUDA_VISIBLE_DEVICES`` names the actor's GPUs; otherwise CPU slots are used instead.
         core_fraction: Fraction of this machine's cores that the executors' threads may use, in (0, 1].
     """
 

@@ -49,8 +49,8 @@ READ_BY_IMPORTS = (
 """Prefixes of environment variables that libraries may read when they are imported."""
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""A process that forks must have no other threads, whose locks its children would inherit. Children set their own
-numbers of threads."""
+"""A process that forks must have no other threads, because its children would inherit their locks. Children set their
+own numbers of threads."""
 
 PARENT_INTERVAL_S = 0.2
 """Interval at which the zygote checks that its parent lives: the socket stays open if another process holds the

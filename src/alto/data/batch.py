@@ -70,10 +70,10 @@ def mixture_counts(num_rows: int, shares: Sequence[float]) -> list[int]:
 class MixtureOrder(DataOrder):
     """The rows of each step of a job, drawn from sources by its own weights.
 
-    An epoch has as many rows as all sources together, whatever the weights; every source has its share of them
-    (:func:`mixture_counts`). The rows of a source are an endless stream of shuffles, and every epoch continues the
-    stream where the epoch before stopped. So a source that is smaller than its share repeats in new shuffles, and a
-    larger source gives other rows in later epochs. The rows of an epoch are shuffled together.
+    With any weights, an epoch has as many rows as all sources together, and every source has its share of them
+    (:func:`mixture_counts`). The rows of a source are an endless stream of shuffles. Every epoch continues the stream
+    where the previous epoch stopped. So a source that is smaller than its share repeats in new shuffles, and a larger
+    source gives other rows in later epochs. The rows of an epoch are shuffled together.
 
     Args:
         sizes: Number of rows of every source; the dataset holds one source after the other.
@@ -411,7 +411,7 @@ def _sequences_of(job: JobRows) -> Iterator[tuple[Tensor, Tensor, tuple[Span, ..
 
 
 def _num_shared(provider: Tensor, ids: Tensor, targets: Tensor) -> int:
-    """Return the number of leading tokens that a row shares with ``provider`` and that predict no trained token."""
+    """Return the number of leading tokens that are the same in ``provider`` and do not predict a trained token."""
     most = min(len(provider), len(ids) - 1)
     differs = (provider[:most] != ids[:most]) | (targets[:most] >= 0)
     return int(differs.int().argmax()) if differs.any() else most

@@ -47,10 +47,10 @@ class LabelReader:
     reads_indices: bool
 
     def read(self, value: object) -> RowLabel:
-        """Return the label that ``value`` of a row means.
+        """Return the label for ``value``, the content of a row's label column.
 
         Raises:
-            LabelError: It means none.
+            LabelError: ``value`` is missing or is not a label.
         """
         if _is_missing(value):
             raise LabelError("a label", FaultKind.NO_LABEL)
@@ -184,7 +184,7 @@ def _checked_labels(names: tuple[str, ...], keys: DataKeys, key: str) -> tuple[s
         )
     if keys.num_labels is not None and keys.num_labels != len(names):
         raise DataFormatError(
-            f"{key}: expected num_labels, {keys.num_labels}, to be the number of different labels, found "
+            f"{key}: expected num_labels {keys.num_labels} to equal the number of different labels, found "
             f"{len(names)}: {listed(names)}; name all labels with id2label if some do not occur in the rows"
         )
     return names
@@ -258,7 +258,7 @@ def to_labelled(row: RawRow, layout: Layout) -> Conversation:
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
-    """Convert one row into its two conversations; their common beginning is context, whatever its roles.
+    """Convert one row into two conversations. Their common beginning is context, for all roles.
 
     Raises:
         RowError: The row could not be read; a column does not hold what the form needs; the conversations are equal, or
@@ -369,7 +369,7 @@ class _Fields:
 
 
 def _completed(turns: list[Message], fields: _Fields) -> Conversation:
-    """Return ``turns`` behind the text of the system column, with the other arguments of the chat template."""
+    """Return a conversation: the text of the system column, then ``turns``; and the arguments of the chat template."""
     if fields.layout.column("system") is not None and turns[0].role not in ("system", "developer"):
         text = fields.text("system", optional=True)
         turns = [Message("system", text), *turns] if text else turns
@@ -444,7 +444,7 @@ def _with_input(role: str, fields: _Fields) -> Message:
 
 
 def _labelled_reply(fields: _Fields) -> list[Message]:
-    """Return the completion behind its prompt, or a conversation in which all but the last message are context."""
+    """Return the prompt and its completion, or a conversation in which only the last message is not context."""
     if fields.layout.column("messages") is None:
         return _prompt_completion(fields)
     turns = fields.turns_or_text("messages", "user")

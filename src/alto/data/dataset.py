@@ -43,7 +43,7 @@ def writing_cache(folder: Path) -> Iterator[None]:
 
 
 def close_abandoned(file: IO[bytes]) -> None:
-    """Close a file that nobody reads any more; data that is not on the disk yet may be lost."""
+    """Close a file that is not needed any more; data that is not on the disk yet may be lost."""
     with contextlib.suppress(OSError):
         file.close()
 
@@ -102,9 +102,9 @@ VIEWS = _ViewStore()
 
 
 class DiskStore(_ViewStore):
-    """A store that keeps rows in unnamed files in ``folder``, which are gone when this process ends, in any way.
+    """A store that keeps rows in unnamed files in ``folder``. The files disappear when this process ends or is killed.
 
-    Eight bytes a row, and some rows of each file, are in memory.
+    Eight bytes per row, and some rows of each file, are in memory.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -172,7 +172,7 @@ class Advantage(NamedTuple):
     """The weight of a sampled completion in the loss of its job.
 
     Attributes:
-        value: How much better its reward is than that of the other completions of its prompt.
+        value: Its advantage: its reward relative to the mean reward of its prompt.
         factor: Factor on the sum over its tokens in the mean over the rows of a step.
     """
 
@@ -278,8 +278,8 @@ class EncodedDataset:
             if they are not kept.
         advantages: The weight of every row, if rows are sampled completions; None for other rows.
         max_length: Number of tokens at which rows were cut; None if unknown.
-        references: ``[rows, 2]`` float64, nats: reference log-probs of the chosen and the rejected reply of every pair;
-            for other rows, that of the trained tokens, and 0. None until they are computed.
+        references: ``[rows, 2]`` float64, nats: reference log-probs of the chosen and the rejected reply of every pair.
+            For other rows, the first value is of the trained tokens and the second is 0. None until they are computed.
         reference_tails: ``[rows, 2]`` float64, nats: the part of ``references`` that comes from tokens beyond the
             length of the pair's shorter reply; None if unknown.
         num_trained: Number of trained tokens of every row.

@@ -58,7 +58,7 @@ class TextTokenizer:
 
     @cached_property
     def is_fast(self) -> bool:
-        """Whether the tokenizer knows the positions of its tokens, and takes many texts at once."""
+        """Whether the tokenizer returns the positions of its tokens in the text, and accepts many texts in one call."""
         return bool(getattr(self._tokenizer, "is_fast", False))
 
     def tokens(self, wanted: Sequence[Wanted]) -> list[Tokens]:
@@ -100,10 +100,10 @@ class TextTokenizer:
     def num_before(self, before: str, text: str, ids: Sequence[int], anchors: Sequence[_Anchor]) -> int:
         """Return how many of ``ids``, the tokens of ``text``, are also the first tokens of ``before``.
 
-        Tokenizers first take the added tokens out of a text, from left to right and the longest at every position; then
-        they tokenise the parts between them one by one. So both texts have the same tokens up to an added token that
-        both have, unless another added token that only one of them has can begin there. Only the rest of ``before``,
-        from that added token on, is tokenised.
+        Tokenizers first find the added tokens in a text, from left to right, the longest at every position. Then they
+        tokenise the parts between the added tokens one by one. Up to an added token of both texts, the tokens are
+        therefore equal, unless a longer added token begins at the same place in only one of the texts. So only the rest
+        of ``before`` is tokenised, from the last safe added token on.
         """
         if text.startswith(before):
             num_anchors = bisect_right(anchors, len(before), key=lambda anchor: anchor.stop)
@@ -116,7 +116,7 @@ class TextTokenizer:
 
     @cached_property
     def _dividing(self) -> dict[int, str]:
-        """Ids and texts of added tokens that are found in a text whatever surrounds them."""
+        """Ids and texts of added tokens that are found in a text with any characters around them."""
         tokenizer = self._tokenizer
         if not type(tokenizer).__module__.startswith("transformers.") or tokenizer.split_special_tokens:
             return {}

@@ -397,4 +397,4 @@ _READERS: Mapping[str, Callable[[IO[str], str], Iterator[RawRow]]] = {
 }
 
 FILE_ENDINGS = (*_READERS, ".parquet")
-"""Extensions of files that can be read, without the ``.gz`` that may follow all but the last."""
+"""Extensions of files that can be read. ``.gz`` may follow any of them except ``.parquet``."""

@@ -39,7 +39,7 @@ from alto.data.rows import FaultKind, RawRow, RowFault, listed, quoted
 from alto.errors import DataFormatError
 
 _NAMED_FORMS = ("raw_prompt_completion", "raw_preference")
-"""Forms that are never recognised, because their columns are those of another form."""
+"""Forms that are never recognised, because another form has the same columns."""
 
 _PAIR_FORMS = ("preference", "raw_preference", "openai_preference")
 _LABELLED_FORM = "unpaired_preference"
@@ -144,7 +144,7 @@ class Layout:
         return self.form in _PAIR_FORMS
 
     def misfit(self, row: RawRow) -> RowFault | None:
-        """Return the fault of a row that lacks a column that every row needs; None if it has them all."""
+        """Return the fault of a row if a required column is missing; None if it has all of them."""
         optional = _OPTIONAL["messages" if self.form == "sharegpt" else self.form]
         if all(column in row.values for role, column in self.columns if role not in optional):
             return None
@@ -190,7 +190,7 @@ def find_layout(
         is_classified: Whether only labelled texts are accepted.
 
     Raises:
-        DataFormatError: No layout fits any row, or several fit equally many rows and all fit the first of these.
+        DataFormatError: No layout fits any row, or several fit the same number of rows and all fit the first of these.
     """
     candidates = [
         layout
@@ -232,7 +232,7 @@ def find_layout(
 def _preferred(
     num_fitting: Mapping[Layout, int], num_rows: int, *, is_paired: bool | None, is_labelled: bool, is_classified: bool
 ) -> list[Layout]:
-    """Return the layouts that fit most of the rows; among equals, those that use more of the columns."""
+    """Return the layouts that fit the largest number of rows. If several do, keep those that use the most columns."""
     found = _fitting_most(num_fitting)
     wanted = {layout: count for layout, count in num_fitting.items() if layout.is_paired == is_paired}
     is_other_kind = all(layout.is_paired != is_paired for layout in found)
@@ -256,7 +256,7 @@ def _fitting_most(num_fitting: Mapping[Layout, int]) -> list[Layout]:
 
 
 def _of_kind(layouts: list[Layout], is_paired: bool | None) -> list[Layout]:
-    """Return the layouts of pairs, or those of replies; all layouts if there are none of that kind."""
+    """Return the layouts of pairs, or the layouts of replies. If there are none of this kind, return all layouts."""
     return [layout for layout in layouts if layout.is_paired == is_paired] or layouts
 
 
@@ -359,7 +359,7 @@ def _joined_names(layouts: Sequence[Layout], joint: str = " or ") -> str:
 
 
 def _choose(layouts: Sequence[Layout]) -> str:
-    """Return how to name one of ``layouts``, which fit equally well."""
+    """Return advice for a message: how the task can choose one of ``layouts``, which fit equally well."""
     if len({layout.form for layout in layouts}) == len(layouts):
         return f"name one with dataset_format: {' or '.join(layout.form for layout in layouts)}"
     ways = ["{" + ", ".join(f"{role}: {column}" for role, column in layout.columns) + "}" for layout in layouts]

@@ -24,8 +24,8 @@ class Message:
     """One turn.
 
     Attributes:
-        role: ``system``, ``developer``, ``user``, ``assistant`` or ``tool``. Or ``text``: for a plain text, which is
-            trained as a whole, and for a raw prompt, which is not trained and whose reply is plain text as well.
+        role: ``system``, ``developer``, ``user``, ``assistant``, ``tool`` or ``text``. The role ``text`` is for plain
+            texts, which are trained completely, and for raw prompts and their replies. A raw prompt is not trained.
         is_context: Whether an assistant turn or a text is only shown to the model, not trained.
         extras: All other keys that the chat template gets (``tool_calls``, ``reasoning_content``, ``name``, …), as the
             text of a JSON object; its ``content`` is null if the row has no content. Empty if there are no other keys.
@@ -58,7 +58,7 @@ class Conversation(tuple[Message, ...]):
     Attributes:
         template_arguments: The text of a JSON object with the other arguments of the chat template: ``tools``, and the
             row's ``chat_template_kwargs``; empty if the row has neither.
-        where: Place of the row, for messages: ``train.jsonl:7``; empty if unknown. It does not count in comparisons.
+        where: File and line of the row, for messages: ``train.jsonl:7``; empty if unknown. Ignored in comparisons.
         is_desirable: Whether the model should give the last reply; None if the reply has no label.
         columns: The row's other columns, for reward functions: the text of a JSON object; empty if they are not kept.
             They do not count in comparisons.
@@ -124,7 +124,7 @@ class Conversation(tuple[Message, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two conversations with the same beginning, of which the first ends better; the shared turns are context."""
+    """Two conversations with the same beginning; the first has the better end. The shared turns are context."""
 
     chosen: Conversation
     rejected: Conversation
@@ -137,7 +137,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class LabelledText:
-    """One text, two texts or a conversation, with a label; ``where`` is the place of the row, for messages."""
+    """One text, two texts or a conversation, with a label; ``where`` is the file and line of the row, for messages."""
 
     text: str | Conversation
     text_pair: str | None
@@ -150,7 +150,7 @@ Row: TypeAlias = Conversation | Pair | LabelledText
 
 
 def place_of(row: Row, otherwise: str) -> str:
-    """Return the place of ``row``, for messages; ``otherwise`` if unknown."""
+    """Return file and line of ``row``, for messages; ``otherwise`` if unknown."""
     return getattr(row.chosen if isinstance(row, Pair) else row, "where", "") or otherwise
 
 

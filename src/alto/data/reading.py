@@ -52,7 +52,7 @@ _EMPTY: tuple[object, ...] = (None, "", [], {})
 """Values of a column that have nothing to read."""
 
 _WITHOUT_EFFECT = {"name", "model", "chat_template", "token_cache"}
-"""Data keys that do not change which rows there are; the chat template belongs to the tokenizer."""
+"""Data keys that do not change the rows. The chat template belongs to the tokenizer."""
 
 
 def read_task_rows(task: Task, *, head: HeadStore | None = None) -> TaskRows | CachedRows:
@@ -268,8 +268,8 @@ class _Reader:
         )
 
     def of_other(self, name: str, key: str, keys: DataKeys, like: _Converted | TaskRows) -> _Converted:
-        """Read the dataset that the task names under ``key``, as rows of the same kind and with the same labels as
-        ``like``; if it has a validation or test split (whichever ``key`` asks for), only that split."""
+        """Read the dataset that the task names under ``key``: its validation or test split, as ``key`` says, or all
+        rows without such a split. The rows are of the same kind and have the same labels as ``like``."""
         source = self.find(name, key, keys)
         splits = source.read(self.store)
         own = splits.validation if key == "validation_dataset" else splits.test

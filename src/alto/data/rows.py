@@ -52,7 +52,7 @@ class RowFault:
 
 
 class RowError(DataFormatError):
-    """An error about a row that cannot be used; ``where`` is the place of the row."""
+    """An error about a row that cannot be used; ``where`` is the file and line of the row."""
 
     def __init__(self, where: str, fault: RowFault) -> None:
         super().__init__(f"{where}: {fault.reason}")
@@ -69,7 +69,7 @@ class RawRow:
     """The values of one row by column.
 
     Attributes:
-        where: Place of the row, for messages: ``train.jsonl:7``.
+        where: File and line of the row, for messages: ``train.jsonl:7``.
         values: Values by column; empty if there is a fault.
         fault: The reason why the row could not be read; None if it could.
     """
@@ -218,7 +218,7 @@ LIST_LENGTH = 20
 """Maximum number of different faults that an error lists; rows with the same fault count as one."""
 
 _NUM_PLACES = 10
-"""Maximum number of other rows with the same fault whose places are listed."""
+"""Maximum number of other rows with the same fault that are listed."""
 
 _LEAVE_OUT = "on_bad_row: skip"
 
@@ -231,7 +231,7 @@ class BadRows:
         key: The task's key that names the dataset.
         num_rows: Number of rows of the dataset, including the bad ones.
         kinds: Number of bad rows by kind of fault, the most frequent kind first.
-        first: Place of the first bad row.
+        first: File and line of the first bad row.
     """
 
     key: str
@@ -247,8 +247,8 @@ class BadRows:
     def note(self) -> str:
         """A notice for the user, one sentence."""
         return (
-            f"{counted(self.num_bad, 'row')} of {self.num_rows:,} of {self.key} left out ({_LEAVE_OUT}): "
-            f"{_counts(self.kinds)}; the first is {self.first}."
+            f"{self.key}: {self.num_bad:,} of {self.num_rows:,} rows left out ({_LEAVE_OUT}): {_counts(self.kinds)}; "
+            f"the first is {self.first}."
         )
 
 
@@ -257,8 +257,8 @@ class _Alike:
     """Rows with the same fault.
 
     Attributes:
-        first: The first of them, whose text is shown for all.
-        places: Places of the next ones.
+        first: Text of the first fault, which is shown for all.
+        places: Files and lines of the next rows.
         num_others: Number of rows without the first.
     """
 
@@ -273,7 +273,7 @@ class _Alike:
 
     @property
     def lines(self) -> list[str]:
-        """The first fault, and the places of the others."""
+        """The first fault, and the lines of the others."""
         if not self.num_others:
             return [f"  {self.first}"]
         more = ", …" if self.num_others > len(self.places) else ""
@@ -337,7 +337,7 @@ def _message(key: str, faults: Sequence[_Alike], kinds: Counter[FaultKind], num_
 
 
 def _places(places: Sequence[str]) -> str:
-    """Return the places of rows as text that names each file once: ``train.jsonl:3, 5, other.jsonl:1``."""
+    """Return files and lines as text that names each file once: ``train.jsonl:3, 5, other.jsonl:1``."""
     shown, last = [], ""
     for place in places:
         file, colon, line = place.rpartition(":")

@@ -161,7 +161,7 @@ class Splits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A dataset that was found, and whose rows are not read yet.
+    """A dataset that exists, before its rows are read.
 
     Attributes:
         read: Function that reads the rows into a store; raises as :func:`alto.data.files.read_file` does.

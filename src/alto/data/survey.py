@@ -32,7 +32,7 @@ class _CountingStore(RowStore):
 
 
 def survey_rows(task: Task) -> DataSurvey:
-    """Read the dataset of ``task`` and find the methods that can learn from its rows, whatever the task's own method.
+    """Read the dataset of ``task`` and find all methods that can learn from its rows; the task's method is ignored.
 
     The task's ``columns`` and ``dataset_format`` apply. Pairs are for ``dpo``; ``orpo``, ``cpo`` and ``kto`` could
     learn from them too.

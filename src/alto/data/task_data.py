@@ -188,7 +188,7 @@ def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[
     if dataset.num_truncated:
         fraction = dataset.num_truncated / total
         advice = f"; {limit.remedy}" if fraction > MUCH_CUT else ""
-        notes.append(f"{counted(dataset.num_truncated, row)} of {total} ({fraction:.1%}) cut at {limit.name}{advice}.")
+        notes.append(f"{dataset.num_truncated:,} of {total:,} {row}s ({fraction:.1%}) cut at {limit.name}{advice}.")
     if dataset.num_shortened:
         replies = "reply" if dataset.num_shortened == 1 else "replies"
         notes.append(
@@ -198,7 +198,7 @@ def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[
     num_cut_off = dataset.num_skipped - dataset.num_masked - dataset.num_alike
     reasons: tuple[tuple[int, str], ...] = (
         (num_cut_off, f"no trained token within {limit.name}"),
-        (dataset.num_masked, "nothing in them is to be trained"),
+        (dataset.num_masked, "no trained token in them"),
     )
     if dataset.is_paired:
         reasons = (
@@ -206,7 +206,7 @@ def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[
             (dataset.num_masked, "a reply is empty, or is not to be trained"),
             (dataset.num_alike, "chosen and rejected are the same"),
         )
-    notes += [f"{counted(count, row)} of {total} left out: {reason}." for count, reason in reasons if count]
+    notes += [f"{count:,} of {total:,} {row}s left out: {reason}." for count, reason in reasons if count]
     return notes
 
 
@@ -269,7 +269,7 @@ class TaskData:
         return replace(self, **named)
 
     def with_all_rows(self) -> Self:
-        """Return the same data with the validation rows behind the training rows, source by source, and no validation
+        """Return the same data with the validation rows after the training rows, source by source, and no validation
         rows."""
         notes = reading_notes(len(self.validation), self.num_repeated)
         return replace(

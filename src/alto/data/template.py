@@ -96,13 +96,14 @@ class _Record:
         self._changes = [0] * (len(messages) + 2)
 
     def read(self, index: int) -> None:
-        """Note a look at message ``index``, which changes beginnings that have the current message but not this one."""
+        """Record that the template reads message ``index``. Beginnings of the conversation that contain the current
+        message but not this one may then be rendered differently."""
         if self._current < index < len(self.messages):
             self._changes[self._current + 1] += 1
             self._changes[index + 1] -= 1
 
     def read_all(self) -> None:
-        """Note a look at something that differs in every beginning, such as the number of messages."""
+        """Record that the template reads a value that differs in every beginning, such as the number of messages."""
         self.read(len(self.messages) - 1)
 
     def iterate(self, turns: object) -> list[Mapping[str, Any]]:
@@ -224,7 +225,7 @@ def _reads_own(tree: nodes.Template, after: Sequence[nodes.Node]) -> bool:
 
 
 class _MarkedPeeks(NodeTransformer):
-    """A transformer that makes the record note each look at the next message through ``loop``."""
+    """A transformer of templates: afterwards the record notices every access to the next message through ``loop``."""
 
     def of_body(self, loop: nodes.For) -> None:
         """Rewrite the body of ``loop``.
@@ -274,7 +275,7 @@ class ChatTemplate:
 
     The template gets the row's own messages. There are two exceptions, for templates that accept only one of two
     equivalent forms: ``developer`` becomes ``system`` if the template does not name it; and if the template fails,
-    arguments of calls become JSON text, and content that is missing beside calls becomes empty.
+    arguments of calls become JSON text, and missing content of messages with calls becomes empty.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -381,7 +382,8 @@ class TurnTexts:
     """The template's texts of a conversation and of its beginnings.
 
     Args:
-        is_recorded: Whether enough beginnings are needed to make it worthwhile to render the whole for all of them.
+        is_recorded: Whether the texts of beginnings are cut from the text of the whole conversation. This is faster if
+            many beginnings are needed.
 
     Attributes:
         whole: Text of the whole conversation.
@@ -409,7 +411,7 @@ class TurnTexts:
 
 
 def given_keys(conversation: Conversation) -> dict[str, int]:
-    """Return the parts of ``conversation`` beside the texts of its turns, each with its count.
+    """Return the parts of ``conversation`` other than the texts of its turns, each with its count.
 
     These are keys of messages; ``tools`` and other arguments of the template, as ``row: tools``; turns of roles that
     many templates do not support, as ``role: tool``; and :data:`PARALLEL_CALLS`, because some templates write only the
@@ -445,7 +447,7 @@ def without_key(conversation: Conversation, name: str) -> Conversation:
 
 
 def _arguments_of(conversation: Conversation) -> dict[str, Any]:
-    """Return the arguments of the template beside the turns."""
+    """Return the arguments of the template other than the turns."""
     text = conversation.template_arguments
     arguments: dict[str, Any] = json.loads(text) if text else {}
     return arguments

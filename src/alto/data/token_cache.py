@@ -54,7 +54,7 @@ _ID_TYPE, _MASK_TYPE, _ROW_TYPE = np.dtype("<u4"), np.dtype("u1"), np.dtype("<i8
 _BUFFER_BYTES = 2**20
 _BLOCK_ROWS = 4096
 _RESIDENT_BYTES = 2**25
-"""Number of bytes of one file that are read before its pages are given back to the operating system."""
+"""Number of bytes of one file that are read before its pages are released to the operating system."""
 
 _FAULT_BYTES = 2**16
 """Number of bytes that the kernel may map when a single page is read."""
@@ -72,7 +72,7 @@ class _Row(NamedTuple):
         prefix: Number of tokens of the first span that the second one continues.
         num_trained, num_chosen: See :class:`alto.data.dataset.EncodedDataset`.
         is_desirable: Label of the reply.
-        text_start, text_length: Place of its other columns, in bytes.
+        text_start, text_length: Position and size of its other columns, in bytes.
     """
 
     start: int
@@ -224,8 +224,8 @@ def check_files(folder: Path, facts: FileFacts) -> None:
 
 
 class _MappedFile:
-    """Numbers in a memory-mapped file. Pages that were read are given back regularly, so that a process that reads the
-    whole file holds only a part of it."""
+    """Numbers in a memory-mapped file. Pages that were read are released regularly, so that only a part of the file is
+    in memory even after the whole file was read."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         with path.open("rb") as file:
@@ -299,7 +299,7 @@ class _OfRows(LazySequence[Item]):
 
 
 Encode: TypeAlias = Callable[[Callable[[str], RowWriter]], TaskData]
-"""Function that tokenises the data of a task; takes a function that makes the writer for the split of a given name."""
+"""Function that tokenises the data of a task. Its argument is a function from the name of a split to its writer."""
 
 _FACTS = "data.json"
 _FOREVER_S = 10.0**9

@@ -82,13 +82,14 @@ def tokenize(rows: Sequence[Row], encoding: Encoding, what: str, writer: RowWrit
 
     A pair is left out and counted if a reply is empty or not trained (it would teach the length of replies, not their
     content), if both replies have the same tokens, or if no difference between them is left after the cut. Trained
-    tokens of pairs and of labelled replies are those of TRL's ``DPOTrainer``: ``{% generation %}`` in the template is
-    ignored. In both replies of a pair, training begins at the same position: the first token that is trained in either.
+    tokens of pairs and of labelled replies are the same as in TRL's ``DPOTrainer``: ``{% generation %}`` in the
+    template is ignored. In both replies of a pair, training begins at the same position: the first token that is
+    trained in either.
 
     Labelled texts get the tokenizer's special tokens. The longer of two texts is cut first, at the side that the
     tokenizer says. Conversations among them are written by the chat template, and their first tokens are kept. The
-    classification head reads a row's last token that is not padding; the padding token is that of the model's
-    configuration, or else of the tokenizer.
+    classification head reads a row's last token that is not padding; the padding token comes from the model's
+    configuration, or else from the tokenizer.
 
     Args:
         what: Name of the split for messages, e.g. ``"training"``.

@@ -23,7 +23,7 @@ MOST_MEASURED = 2
 
 LEAST_LATE, FRACTION_LATE = 4, 0.5
 """Minimum number of evaluations after the last rung, if they take at most ``FRACTION_LATE`` of the training time since
-then. The remaining job may begin to overfit; with one evaluation, at its end, the best checkpoint before would be
+then. The remaining job may begin to overfit. If it were evaluated only at its end, its best checkpoint would be
 lost."""
 
 FEW_JOBS, FRACTION_FOR_FEW = 8, 0.4
@@ -31,10 +31,18 @@ FEW_JOBS, FRACTION_FOR_FEW = 8, 0.4
 ``FEW_JOBS`` or fewer, the minimum is ``LEAST_ROWS_OF_FEW`` rows, if they take at most ``FRACTION_FOR_FEW`` of the
 training time since the previous rung."""
 
-LEAST_ROWS_OF_MANY, LEAST_ROWS_OF_FEW, LEAST_ROWS, LEAST_PAIRS = 6, 16, 12, 32
-"""Minimum numbers of validation rows: at a rung that many jobs reach; at a rung that few jobs reach, where all are
-compared on the same rows; after the rungs. The last is the minimum number of pairs at any evaluation, because the loss
-of a pair contains less information."""
+LEAST_ROWS_OF_MANY = 6
+"""Minimum number of validation rows at a rung that more than ``FEW_JOBS`` jobs reach."""
+
+LEAST_ROWS_OF_FEW = 16
+"""Minimum number of validation rows at a rung that at most ``FEW_JOBS`` jobs reach. All are compared on the same
+rows."""
+
+LEAST_ROWS = 12
+"""Minimum number of validation rows after the last rung."""
+
+LEAST_PAIRS = 32
+"""Minimum number of pairs at any evaluation, because the loss of a pair contains less information."""
 
 
 def budgeted(

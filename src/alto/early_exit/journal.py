@@ -43,7 +43,7 @@ def start_of(entries: Sequence[events.JournalEntry]) -> events.TaskStarted:
     """Return the event that names the jobs.
 
     Raises:
-        RunError: There is none.
+        RunError: The journal has no such event.
     """
     for entry in entries:
         if isinstance(entry.event, events.TaskStarted):

@@ -118,16 +118,17 @@ def evaluation_order(num_rows: int, seed: int) -> tuple[int, ...]:
 
 
 def mean_loss(loss_rows: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the weighted mean of ``loss_rows``, of which there may be fewer than ``weights``."""
+    """Return the weighted mean of ``loss_rows``. There may be more ``weights`` than rows; the others are not used."""
     total = sum(loss * weight for loss, weight in zip(loss_rows, weights, strict=False))
     return total / sum(weights[: len(loss_rows)])
 
 
 def on_scale_of(reference: LossPoint, point: P, weights: Sequence[float]) -> P:
-    """Return ``point`` with a loss that can be compared with that of ``reference``: the loss of ``reference`` plus the
-    mean difference of the two on the rows that both have.
+    """Return ``point`` with a loss that can be compared with the loss of ``reference``: the loss of ``reference`` plus
+    the mean difference of the two on their common rows.
 
-    ``point`` is returned unchanged if both have equally many rows, or if rows are unknown or a loss is not finite.
+    ``point`` is returned unchanged if both have the same number of rows, or if rows are unknown or a loss is not
+    finite.
 
     Args:
         point: An evaluation of the same or another job, or of a job before its first step.
@@ -179,7 +180,7 @@ def ranked_configurations(
 
     Args:
         configuration_of: Id of the configuration of every job that repeats one; it is the id of one of the jobs.
-        failed: Ids of configurations of which a job has diverged or failed.
+        failed: Ids of configurations with a job that has diverged or failed.
 
     Source: none; the paper tries every configuration once.
     """

@@ -30,7 +30,7 @@ def verdict_in_a_row(
         holds: Function that tests the condition at the last point of a history, and returns its evidence, or None if it
             does not hold.
         patience: Number of evaluations in a row at which it must hold; one failure resets the count.
-        reason: The reason of the verdict (:attr:`Rule.reason`). Its evidence is that of the last point, and
+        reason: The reason of the verdict (:attr:`Rule.reason`). Its evidence comes from the last point, and
             ``in_a_row``.
     """
     if len(history) < patience:

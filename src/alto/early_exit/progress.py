@@ -92,7 +92,7 @@ def rung_notes(rungs: Sequence[Rung], lr_warmup_fractions: Iterable[float] = ())
 
 
 def evaluation_steps(total_steps: int, every: float, rungs: Iterable[Rung]) -> tuple[int, ...]:
-    """Return the steps (1-based counts of steps done) after which a job is evaluated, rising and unique.
+    """Return the numbers of steps after which a job is evaluated, in increasing order and without duplicates.
 
     They are the fractions ``every``, ``2 * every``, … of the job's own steps, rounded up, the step of every rung, and
     the last step. So jobs of different lengths are compared at equal progress, and a rung always has a fresh value.

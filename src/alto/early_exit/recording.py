@@ -37,8 +37,8 @@ class RecordedJob:
         start: Evaluation before the first step; None if it was not recorded.
         loss_rows: Loss of every validation row, in thousandths of its unit, by step: before the first step, at rungs
             and after the last step. Empty if it was not recorded.
-        tests: Loss on the test rows, its rows in thousandths, by step: before the first step, and at every evaluation
-            that was the job's best so far. Empty if there were no test rows.
+        tests: Evaluations on the test rows, by step: before the first step, and at every evaluation that was the job's
+            best so far. Losses of rows are in thousandths. Empty if there were no test rows.
         configuration: See :class:`alto.runs.events.JobDescription`.
 
     Raises:

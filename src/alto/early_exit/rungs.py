@@ -119,7 +119,7 @@ class Rungs:
         return result
 
     def certain_to_be_kept(self) -> frozenset[str]:
-        """Return the jobs that wait but may continue: the next rung keeps them whatever the results of the others.
+        """Return the waiting jobs that may continue, because the next rung keeps them for any results of the others.
 
         A job is certain if it would be kept even if all jobs still to come were better. Only users can undo this.
         """

@@ -167,7 +167,7 @@ class Selection:
         return verdict
 
     def finish(self, job: str) -> None:
-        """Observe that ``job``, which is never evaluated because there are no validation rows, has done all steps."""
+        """Record that ``job`` has done all its steps. Use this method only if there are no validation rows."""
         track = self._tracks[job]
         _require(track.trains, f"{job} to train, found that it has ended")
         _require(not track.history, f"{job} to have no evaluations, found some: the last evaluation finishes the job")
@@ -261,8 +261,7 @@ class Selection:
 
     @property
     def num_changes(self) -> int:
-        """A version number that rises with every change of the training jobs, but not with training losses that end no
-        job."""
+        """A version number of the state. It rises with every change except training losses that do not end a job."""
         return self._num_changes
 
     def is_training(self, job: str) -> bool:

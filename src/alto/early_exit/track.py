@@ -130,7 +130,7 @@ class JobTrack:
         self.step_metrics = {**self.step_metrics, **added}
 
     def take_metrics(self) -> Mapping[str, tuple[float, ...]]:
-        """Return the measurements of the steps since the latest evaluation, and start anew."""
+        """Return the measurements of the steps since the latest evaluation, and start a new collection."""
         taken, self.step_metrics = self.step_metrics, {}
         return taken
 
@@ -178,5 +178,5 @@ class JobTrack:
 
 
 def failed_configurations(tracks: Mapping[str, JobTrack], configuration_of: Mapping[str, str]) -> set[str]:
-    """Return the repeated configurations of which a job has diverged or failed."""
+    """Return the repeated configurations with a job that has diverged or failed."""
     return {name for job, name in configuration_of.items() if tracks[job].has_failed}

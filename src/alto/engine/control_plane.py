@@ -19,8 +19,8 @@ from alto.scheduler.queue import QueueSettings, TaskState
 from alto.spec import Task
 
 MAX_PLANNED = 32
-"""When more runs than this wait, each plan covers only the runs that start now, so that GPUs do not wait for a
-solver."""
+"""Maximum number of waiting runs in a plan. If more wait, a plan covers only the runs that start now, so that GPUs do
+not wait for a solver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class ControlPlane:
 
     @property
     def has_gpus(self) -> bool:
-        """False if CPU slots take the place of GPUs."""
+        """False if CPU slots are used instead of GPUs."""
         return self._cluster.has_gpus
 
     def estimate(self, task: Task) -> TaskEstimate | None:
@@ -171,9 +171,9 @@ def opened_control_plane(
 
     Args:
         root: Folder of its journal.
-        before: History of the control plane before this one. Tasks that fitted on its machines are accepted too,
-            because these machines may come back; but not on ``local``, which has only the present machine.
-        needs_gpus: Whether CPU slots must not take the place of GPUs.
+        before: History of the previous control plane. Tasks that fit on its machines are accepted too, because these
+            machines may come back. It is not used on ``local``, which has only this machine.
+        needs_gpus: Whether CPU slots must not be used instead of GPUs.
 
     Raises:
         RunBusyError: Another process uses the folder.
@@ -202,7 +202,7 @@ def _opened(setup: QueueSetup, *, needs_gpus: bool) -> Iterator[Cluster]:
         if needs_gpus and not cluster.has_gpus:
             raise ClusterLostError(
                 "expected GPUs, which the cluster had before, found only CPU slots; start the machines with GPUs, or "
-                "restart the service if it shall use CPU slots from now on"
+                "restart the service to use CPU slots from now on"
             )
         yield cluster
 

@@ -66,8 +66,8 @@ class Engine:
         strategy: How a task uses several GPUs (``num_gpus``). ``adapter_parallel``: each GPU holds a part of the base
             model and trains its own jobs. ``single``: a task uses one GPU, or one process on several CPU slots.
         total_gpus: Number of GPUs that the tasks share; None uses all. On a machine without GPUs, the number of CPU
-            slots that take their place: a task on n slots gets n shares of the cores and of the memory. None chooses
-            one slot for each task of the queue, as far as cores and memory go, and one for an empty queue.
+            slots: a task on n slots gets n shares of the cores and of the memory. Then None chooses one slot for each
+            task of the queue if cores and memory allow it, and one slot for an empty queue.
         cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster; ``NAME`` or ``NAME://…`` for a cluster
             type that a package registers under ``alto.clusters``.
         quotas: Maximum number of GPUs that the tasks of each tenant use at a time.
@@ -127,7 +127,7 @@ class Engine:
 
         Args:
             packing_from: The directory of another run of the task. Its packing is used, and nothing is measured. Two
-                runs are bitwise equal only if they are packed alike.
+                runs are bitwise equal only if they have the same packing.
 
         Returns:
             The outcome of every job; ``adapter_dir`` is the best adapter in PEFT format.
@@ -172,7 +172,7 @@ class Engine:
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> TaskResult:
-        """Resume an interrupted run from its last checkpoint; its result equals that of an uninterrupted run.
+        """Resume an interrupted run from its last checkpoint. The result is the same as without the interruption.
 
         A finished run returns its result again. If a command that clones or resumes one of its jobs (``alto job``) is
         waiting, that job is trained, and the result, the best adapter and the report are updated.

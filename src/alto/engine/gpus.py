@@ -34,7 +34,7 @@ def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> N
 
     Args:
         most: GPUs of the largest machine, or slots of its CPU.
-        has_gpus: False if CPU slots take the place of GPUs; one process may then have several.
+        has_gpus: False if CPU slots are used instead of GPUs; one process may then have several slots.
 
     Raises:
         UnsupportedError: There are not enough GPUs, or scoring the finalists or generating samples does not work on

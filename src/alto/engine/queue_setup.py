@@ -29,7 +29,8 @@ REPLAN_S = 1.0
 """Time limit for a new schedule while tasks run; free GPUs wait that long."""
 
 _PROCESS_BYTES, _COPIES = 2**30, 8
-"""Memory that an executor on a CPU slot should have: this much, and so many times the files of its base model."""
+"""Memory that an executor on a CPU slot should have: ``_PROCESS_BYTES`` plus ``_COPIES`` times the files of its base
+model."""
 
 SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
 """Accepted relative gap to the optimum of each schedule; measured durations are less exact than this."""
@@ -62,11 +63,12 @@ class QueueSetup:
     def sized_for(self, tasks: Sequence[Task]) -> Self:
         """Return this setup with a number of CPU slots for ``tasks``, if the user has not set one.
 
-        There are at most as many slots as the tasks ask for, as there are cores, and as processes fit into the memory.
-        Several processes of one thread train more tokens per second than one process with as many threads, so there
-        are this many, unless measurements of the base models (``alto plan``, ``alto tune``) show that equal tasks end
-        sooner on fewer slots: three tasks on two cores, for example, if a second thread is worth more than half a core.
-        If the size of a base model is not known, there is one slot.
+        The number of slots is limited by three numbers: the slots that the tasks ask for, the cores, and the processes
+        that fit into memory. The largest number within these limits is used, because several processes with one thread
+        each usually train more tokens per second than one process with several threads. If measurements of the base
+        models (``alto plan``, ``alto tune``) show that equal tasks end sooner on fewer slots, fewer are used. For
+        example, three tasks on two cores end sooner on one slot if a second thread adds more than half the speed of the
+        first. If the size of a base model is not known, there is one slot.
         """
         if self.total_gpus is not None or self.cluster != "local" or not tasks or torch.cuda.is_available():
             return self
@@ -89,7 +91,7 @@ class QueueSetup:
         queue.
 
         Args:
-            has_gpus: False if CPU slots take the place of GPUs.
+            has_gpus: False if CPU slots are used instead of GPUs.
         """
         self.problem(tasks, [TaskEstimate(duration_s=1.0)] * len(tasks), nodes)
         for task in tasks.values():
@@ -133,8 +135,8 @@ class QueueSetup:
 
 
 def _fastest_division(tasks: Sequence[Task], most: int) -> int:
-    """Return the number of slots, at most ``most``, on which equal tasks end first by the kept durations of a step with
-    each number of threads; ``most`` if the durations for a base model are not known."""
+    """Return the number of slots, at most ``most``, on which equal tasks end first. This is computed from the cached
+    durations of a step for each number of threads; if these are not known for a base model, return ``most``."""
     num_tasks, num_needed, cores = len(tasks), max(task.num_gpus for task in tasks), num_cores()
     makespans = dict.fromkeys(range(num_needed, most + 1), 0.0)
     for model in {task.model for task in tasks}:

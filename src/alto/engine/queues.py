@@ -116,7 +116,7 @@ class QueueRunner:
             queue.serve()
 
     def resume(self, root: str | Path, *, trust_remote_code: bool, keep_open: bool = False) -> list[TaskResult]:
-        """Resume the queue at ``root``, on the cluster that it started on, or on the one that the caller names."""
+        """Resume the queue at ``root``, on the cluster that the caller names, or by default on its first cluster."""
         queue_dir = QueueDir.open(root)
         entries, settings = queue_dir.read()
         _check_settings(settings, queue_dir)
@@ -294,8 +294,9 @@ class QueueRunner:
 
 @contextlib.contextmanager
 def _saving(live: LiveQueue, controller: Controller) -> Iterator[None]:
-    """Let running tasks save and end if the block raises an error, except when the user stops it at once or the
-    controller itself has failed. `SystemExit` and the cancellation of an asyncio task count as errors."""
+    """Let running tasks save and end if the block raises an error. This does not apply to an immediate stop by the
+    user, nor if the controller itself has failed. `SystemExit` and the cancellation of an asyncio task count as
+    errors."""
     try:
         yield
     except BaseException as error:

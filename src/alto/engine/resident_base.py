@@ -70,8 +70,8 @@ class ResidentBase:
             return loaded.backbone
         if self._num_users:
             raise RunBusyError(
-                f"expected the base model of the tasks that this process trains, found {spec.id!r}, which is another "
-                "one, or has other settings or other files; the task is started again in a separate process"
+                f"expected the base model of the tasks that this process trains, found {spec.id!r} with a different "
+                "id, different settings or different files; the task is started again in a separate process"
             )
         self._loaded = None
         release_memory()

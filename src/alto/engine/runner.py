@@ -247,7 +247,7 @@ class TaskRunner:
         return replace(prepared, context=context, forecast=forecast)
 
     def _announcement(self, task: Task) -> Callable[[float], None]:
-        """Return a function that tells observers that ``task`` is being measured, and how long that still takes."""
+        """Return a function that reports to observers how long the measurement of ``task`` will still take."""
         numbers = itertools.count()
 
         def announce(remaining_s: float) -> None:
@@ -416,8 +416,8 @@ class _Prepared:
 
 
 def _num_threads(prepared: _Prepared, resume_state: ResumeState) -> int | None:
-    """Return the number of CPU threads with which the run began, or which its measurement found to be the fastest;
-    None if any number will do."""
+    """Return the number of CPU threads: of the resumed run, or the fastest in the measurement. None keeps the present
+    number."""
     for entry in resume_state.entries:
         if isinstance(entry.event, TaskStarted):
             return entry.event.num_threads

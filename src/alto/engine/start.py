@@ -175,7 +175,7 @@ _NUM_READ = 500
 
 def preview_task(task: Task, *, num_rows: int) -> DataPreview:
     """Return the data of ``task``, its first ``num_rows`` examples, and notes on its model. Only the first rows of a
-    large dataset are read; all of them if the first rows alone cause an error, because the whole dataset may not."""
+    large dataset are read. If they cause an error, all rows are read, because the whole dataset may be valid."""
     task = with_start(task)
     try:
         shown = preview_data(task, num_rows=num_rows, head=HeadStore(max(_NUM_READ, 2 * num_rows)))

@@ -1,4 +1,4 @@
-"""Looks at data and a model for which there is no task yet."""
+"""Inspects data and a model before there is a task."""
 
 from __future__ import annotations
 

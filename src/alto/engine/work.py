@@ -78,8 +78,8 @@ class Training:
         return ended
 
     def _is_interrupted(self, run: HostedRun) -> bool:
-        """Return whether ``run`` must stop. Also ask the other runs, which is their sign of life: they wait while this
-        process works on one run alone, such as on the answers of its finalists."""
+        """Return whether ``run`` must stop. Also call the other runs, as a heartbeat, because they wait while this
+        process works on one run alone. An example is the scoring of finalists."""
         for other in self._runs.values():
             if other.run is not run:
                 with contextlib.suppress(Exception):  # asked again at its own turn

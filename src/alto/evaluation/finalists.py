@@ -117,7 +117,7 @@ class FinalistJudge:
         return Judgement(scorer=self._name, rows=rows or {}, failure=failure)
 
     def _rows(self, finalists: Mapping[str, Path], on_turn: OnTurn) -> dict[str, tuple[float, ...]]:
-        """Return the scores of all rows by job; as many adapters are scored at a time as fit into memory."""
+        """Return the scores of all rows by job. Adapters that fit into memory together are scored together."""
         names, most = list(finalists), _MAX_ADAPTERS
         rows: dict[str, tuple[float, ...]] = {}
         while len(rows) < len(names):

@@ -131,7 +131,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
 Schedule = TypeVar("Schedule")
 
 NO_TOKEN = -1
-"""Stands for the next token of a text whose logits are not finite."""
+"""The next token of a text if the logits are not finite."""
 
 
 class Adapters(Protocol[Schedule]):
@@ -150,8 +150,8 @@ class Adapters(Protocol[Schedule]):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Settings of sampled tokens: first the temperature, then the ``top_k`` most likely tokens (0: all), then the most
-    likely tokens with together a probability of ``top_p``."""
+    """Settings of sampled tokens, applied in this order: the temperature; the ``top_k`` most likely tokens (0: all);
+    the most likely tokens until the sum of their probabilities is ``top_p``."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -161,9 +161,9 @@ class Sampling:
         """Draw a token for every row.
 
         Returns:
-            The tokens, ``[B]``: the first one at which the sum of the probabilities exceeds the row's number, which is
-            uniform in [0, 1); :data:`NO_TOKEN` if its logits are not finite. And the entropy of each row's distribution
-            in nats, ``[B]``, before tokens are left out.
+            The tokens ``[B]``, and the entropy of each row's distribution ``[B]`` in nats, before tokens are left out.
+            A token is the first one at which the sum of probabilities exceeds the row's uniform number in [0, 1). It is
+            :data:`NO_TOKEN` if the logits of the row are not finite.
         """
         scores_BV = logits_BV.float() / self.temperature
         entropies_B = torch.special.entr(scores_BV.softmax(-1)).sum(-1)

@@ -286,7 +286,7 @@ def _reply(row: Conversation) -> Message:
 
 
 def _with_reply(row: Conversation, option: str) -> Conversation:
-    """Return ``row`` with ``option`` as its last reply, which is the only turn whose likelihood is computed."""
+    """Return ``row`` with ``option`` as its last reply. The likelihood is computed only for this turn."""
     position = reply_position(row)
     assert position is not None, "the row has a reply"
     before = (replace(turn, is_context=True) if turn.role == "assistant" else turn for turn in row[:position])

@@ -151,8 +151,8 @@ def _is_tagged(text: str, tags: Sequence[str]) -> bool:
 
 
 def _words(text: str) -> list[str] | None:
-    """Return the words of ``text`` in small letters; None if there are none. As in ROUGE, all but letters and digits
-    separates words."""
+    """Return the words of ``text`` in lower case; None if there are none. As in ROUGE, a word consists of letters and
+    digits, and all other characters separate words."""
     return re.findall(r"[^\W_]+", text.lower()) or None
 
 

@@ -32,7 +32,7 @@ def add_evaluation(folder: Path, evaluation: Evaluation) -> None:
         replace_file(path, json.dumps({**metrics, _KEY: [*others, entry]}, indent=2) + "\n")
     except OSError as error:
         raise RunWriteError(
-            f"{path}: expected a writable file, found that it is not ({error.strerror}); free disk space, "
+            f"{path}: expected a writable file, found that writing fails ({error.strerror}); free disk space, "
             "or copy the adapter to a folder where you can write"
         ) from error
 

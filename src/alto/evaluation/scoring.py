@@ -88,7 +88,7 @@ class HttpScorer:
         raise ScorerFailedError(f"{self._address}: {failure}, {1 + NUM_RETRIES} times")
 
     def _post(self, body: bytes, on_turn: OnTurn) -> tuple[bytes | None, str]:
-        """Send one request, and return the server's reply; or None and the reason of a failure worth a retry.
+        """Send one request. Return the reply; after a failure that a retry may fix, return None and the reason.
 
         Raises:
             ScorerFailedError: The request failed in a way that a retry cannot fix.
@@ -246,7 +246,7 @@ def scorer_of(scoring: Scoring) -> Scorer:
 
 
 def needed_of(scoring: Scoring) -> str:
-    """Return the property that a row's reply needs to be scored; it completes the phrase "replies that ..."."""
+    """Return the condition for scoring a row's reply, as the end of the phrase "replies that ..."."""
     matching = matching_of(scoring)
     return "are text after a prompt" if matching is None else matching.needed
 

@@ -51,8 +51,8 @@ class AuxiliaryTerms:
         ]
 
     def at_start(self, batch: TokenBatch) -> TokenBatch:
-        """Return a micro-batch, as :meth:`AuxiliaryTerm.completed`, that is evaluated at the jobs' starting point. This
-        is its own reference, so its divergence is 0."""
+        """Complete a micro-batch for an evaluation of the jobs' starting point; see :meth:`AuxiliaryTerm.completed`.
+        The starting point is the reference itself, so the divergence is 0."""
         device = self._passes.backbone.device
         return replace(batch, kl_J=torch.zeros(len(batch.slots), dtype=torch.float64, device=device))
 
@@ -64,23 +64,23 @@ class References:
         self._passes = passes
         self._start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor] = weakref.WeakKeyDictionary()
 
-    def losses(self, batch: TokenBatch, here: Mapping[int, JobState]) -> Tensor:
+    def losses(self, batch: TokenBatch, local_jobs: Mapping[int, JobState]) -> Tensor:
         """Return the cross-entropy of every trained token under the reference of its job, ``[S]`` nats.
 
         With several ranks, all jobs belong to one task, so that all ranks run the same number of forward passes.
 
         Args:
-            here: The jobs of this rank's bank, by local slot; all jobs of ``batch`` are among them.
+            local_jobs: Jobs in this rank's bank, by local slot, including all jobs of ``batch``.
         """
         backbone = self._passes.backbone
-        scales = [here[local_slot].config.objective.logit_scale for local_slot in batch.slots]
-        starts = {local_slot: job.context.start for local_slot, job in here.items()}
+        scales = [local_jobs[local_slot].config.objective.logit_scale for local_slot in batch.slots]
+        starts = {local_slot: job.context.start for local_slot, job in local_jobs.items()}
         begun = {local_slot: start for local_slot, start in starts.items() if start is not None}
         if not begun:
             return token_losses(backbone, batch, scales)
-        with self.start_weights(begun), self._passes.evaluating(batch, here):
+        with self.start_weights(begun), self._passes.evaluating(batch, local_jobs):
             of_start_S = token_losses(backbone, batch, scales)
-        if len(begun) == len(here):
+        if len(begun) == len(local_jobs):
             return of_start_S
         of_base_S = token_losses(backbone, batch, scales)
         begins = torch.tensor([local_slot in begun for local_slot in batch.slots])
@@ -139,7 +139,7 @@ class ReferenceKl(AuxiliaryTerm):
         kl_batches: list[JobBatch] = [
             (job, mismatched[id(dataset), rows], tuple(range(len(rows)))) for _, job, dataset, rows in with_kl
         ]
-        here = passes.here([job for job, _, _ in kl_batches])
+        local_jobs = passes.local_jobs([job for job, _, _ in kl_batches])
         index_of = passes.index_of([job for job, _, _ in self._batches])
         work, num_micro_batches = passes.work(kl_batches, split_jobs=True)
         means = torch.zeros(len(self._batches), dtype=torch.float64, device=passes.backbone.device)
@@ -147,9 +147,9 @@ class ReferenceKl(AuxiliaryTerm):
         def estimate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = passes.collate(parts)
-                with passes.evaluating(batch, here):
+                with passes.evaluating(batch, local_jobs):
                     losses_S = token_losses(passes.backbone, batch)
-                log_ratios_S = self._references.losses(batch, here).double() - losses_S.double()
+                log_ratios_S = self._references.losses(batch, local_jobs).double() - losses_S.double()
                 if parts:
                     sums_J = run_sums(log_ratios_S, batch.job_targets)
                     sums_J = sums_J / upload(list(batch.job_weights), torch.float64, means.device)
@@ -174,15 +174,15 @@ class ReferenceLosses(AuxiliaryTerm):
     """The losses of sampled completions under the reference of their jobs, for the divergence in GRPO's loss."""
 
     def __init__(self, passes: Passes, batches: Sequence[JobBatch], references: References) -> None:
-        self._here = passes.here([job for job, _, _ in batches])
+        self._local_jobs = passes.local_jobs([job for job, _, _ in batches])
         self._references = references
 
     @torch.no_grad()
     def completed(self, batch: TokenBatch, indices_J: Tensor) -> TokenBatch:
-        here = {local_slot: self._here[local_slot] for local_slot in batch.slots}
-        if not any(map(_needs_reference_losses, here.values())):
+        local_jobs = {local_slot: self._local_jobs[local_slot] for local_slot in batch.slots}
+        if not any(map(_needs_reference_losses, local_jobs.values())):
             return batch
-        return replace(batch, reference_losses_S=self._references.losses(batch, here))
+        return replace(batch, reference_losses_S=self._references.losses(batch, local_jobs))
 
 
 class RouterBalance(AuxiliaryTerm):
@@ -204,7 +204,7 @@ class RouterBalance(AuxiliaryTerm):
         self._backbone, self._ranks = passes.backbone, passes.ranks
         self._batches = batches
         jobs = [job for job, _, _ in batches]
-        self._here, self._index_of = passes.here(jobs), passes.index_of(jobs)
+        self._local_jobs, self._index_of = passes.local_jobs(jobs), passes.index_of(jobs)
         self._micro_steps = [_MicroSteps.of(*batch) for batch in batches]
         self._counts: dict[int, Tensor] = {}
         self._balance_J: Tensor | None = None
@@ -262,7 +262,7 @@ class RouterBalance(AuxiliaryTerm):
         def add(parts: Sequence[JobRows]) -> None:
             with watching("forward"), recorded_routers(self._backbone) as routers:
                 batch = passes.collate(parts)
-                with passes.training(batch, self._here):
+                with passes.training(batch, self._local_jobs):
                     self._backbone.hidden_states(
                         batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
                     )

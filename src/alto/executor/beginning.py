@@ -238,8 +238,8 @@ def _padding_notes(backbone: Backbone) -> tuple[str, ...]:
 
 
 def compile_notes(state: TrainingState) -> tuple[str, ...]:
-    """Return a note on how many groups of linear layers have their adapters inside the compiled layers, and why not
-    all."""
+    """Return a note with the number of groups of linear layers whose adapters are inside the compiled layers, and the
+    reason if some are not."""
     if not state.context.backbone.is_compiled:
         return ()
     inside, total = state.trainer.passes.forward_context.graph_groups

@@ -96,8 +96,8 @@ def conclude(
 
 
 def _first_choice(state: TrainingState) -> _Choice | None:
-    """Return the job that the metric chooses, or without validation the job that did all its steps; None if there is
-    none."""
+    """Return the job with the best metric; without validation rows, the job that did all its steps. None if there is no
+    such job."""
     if not state.context.data.has_validation:
         finished = _finished(state)
         return None if finished is None else _Choice(winner=finished, tied=(), runner_up=None)

@@ -31,7 +31,7 @@ from alto.spec import LOSS, BaseModelSpec, EarlyExit, GrpoSettings, Job, JobConf
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskContext:
-    """A task whose base model and rows are loaded and whose jobs are planned for them.
+    """A task with its loaded base model and rows, and with jobs planned for them.
 
     Every job refers to the context of its task for objective, rows, metric and early-exit settings.
 
@@ -339,8 +339,8 @@ class JobState:
 
     @property
     def needs_own_slot(self) -> bool:
-        """Whether the bank needs one more slot for it; false for a job that the search adds, which takes the place of
-        another."""
+        """Whether the bank needs one more slot for this job. A job that the search adds uses the slot of another
+        job."""
         is_initial = any(job is self.planned for job in self.context.jobs)
         return is_initial or not (self.forked_at or self.planned.job.values)
 

@@ -127,8 +127,8 @@ def _evaluated(
 
 
 def measure_best(state: TrainingState, recorder: JournalRecorder) -> None:
-    """Measure the best adapters of the leading jobs, among which the winner is chosen, and test the adapters that may
-    win. Do nothing if every evaluation was on all rows.
+    """Measure the best adapters of the leading jobs, and test the adapters that may win. The winner is one of these
+    jobs. Do nothing if every evaluation was on all rows.
 
     Args:
         state: State of the task; all its jobs have ended and the bank has a free slot.
@@ -185,11 +185,14 @@ def _tested_losses(state: TrainingState, recorder: JournalRecorder, jobs: Sequen
 
 
 def _to_be_tested(state: TrainingState, best: Sequence[JobState]) -> Sequence[JobState]:
-    """Return the jobs among ``best``, which have a new best evaluation, whose test loss the result may need.
+    """Return the jobs to evaluate on the test rows now.
 
-    If the lowest validation loss decides alone, that is the current leader: the winner has led since its best
-    evaluation. If anything else can choose the winner, any job may win. If adapters are tested at the end, the list is
-    empty.
+    If the winner is the job with the lowest validation loss, only the current leader can win, because the winner leads
+    from its best evaluation on. If other values can decide, any job may win. If adapters are tested at the end of the
+    task, the list is empty.
+
+    Args:
+        best: Jobs with a new best evaluation.
     """
     task = state.context.task
     if state.context.has_final_evaluations and task.test_jobs != "all":

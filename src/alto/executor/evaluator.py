@@ -49,7 +49,7 @@ class Evaluator:
         passes = self.passes
         if jobs and jobs[0].context.rewards is not None:
             return self._rollouts.evaluate(jobs, split, rows)
-        here, index_of = passes.here(jobs), passes.index_of(jobs)
+        local_jobs, index_of = passes.local_jobs(jobs), passes.index_of(jobs)
         of_jobs = [None] * len(jobs) if rows is None else rows
         all_tallies = [_new_tally(job.context, split, of_job) for job, of_job in zip(jobs, of_jobs, strict=True)]
         batches: list[JobBatch] = [
@@ -57,16 +57,16 @@ class Evaluator:
         ]
         auxiliary = self._auxiliary.of_evaluation(batches)
         work, num_micro_batches = passes.work(batches, split_jobs=True)
-        tallies = {local_slot: all_tallies[index_of[local_slot]] for local_slot in here}
+        tallies = {local_slot: all_tallies[index_of[local_slot]] for local_slot in local_jobs}
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = passes.collate(parts)
-                learners = passes.learners([here[local_slot] for local_slot in batch.slots])
+                learners = passes.learners([local_jobs[local_slot] for local_slot in batch.slots])
                 for term in auxiliary:
                     indices = [index_of[local_slot] for local_slot in batch.slots]
                     batch = term.completed(batch, upload(indices, torch.int64, passes.backbone.device))
-                with passes.evaluating(batch, here):
+                with passes.evaluating(batch, local_jobs):
                     group_terms = micro_batch_terms(passes.backbone, batch, learners)
                 left = iter(parts)
                 for group, terms in zip(learners, group_terms, strict=bool(parts)):

@@ -102,8 +102,8 @@ class Exploration:
         self._is_exhausted = False
 
     def suggest(self, num_slots: int) -> None:
-        """Add jobs for the slots that no current job of the task can use now. ``num_slots`` is the number of slots that
-        the task may have."""
+        """Add jobs for slots that the current jobs cannot use now. ``num_slots`` is the task's maximum number of
+        slots."""
         search = self._task.search
         if search.algorithm != "tpe":
             return
@@ -223,7 +223,7 @@ class Exploration:
 
     def _alone_s(self, job: JobState, done: int) -> float:
         """Return the predicted seconds of the steps and evaluations after ``done`` if the job trains alone. Without a
-        measurement a step counts as 1, and the slowdown of the latest turns converts it to seconds."""
+        measurement, return the number of steps; the slowdown of the latest turns is then the seconds per step."""
         num_steps = job.total_steps - done
         if self._throughput is None:
             return float(num_steps)
@@ -236,8 +236,8 @@ class Exploration:
             self._lifecycle.exit(self._state.jobs[job], ExitReason.BUDGET)
 
     def _changed(self, config: JobConfig, changes: Mapping[str, float]) -> JobConfig:
-        """Return ``config`` with those of ``changes`` that its other settings allow. For instance, adapters on experts
-        allow no dropout."""
+        """Return ``config`` with the ``changes`` that its other settings allow. For instance, adapters on experts allow
+        no dropout."""
         for key, value in changes.items():
             with contextlib.suppress(SpecError):
                 config = self._task.job_config({**config.to_dict(), key: value})

@@ -22,11 +22,11 @@ from alto.scheduler import RankSlots
 
 
 class PreparedStep:
-    """Batches and schedules of the micro-batches that are expected next, found by their inputs. They are made on the
-    host while the device computes the current step.
+    """Batches and schedules of the micro-batches that are expected next, by their inputs. The host makes them while the
+    device computes the current step.
 
-    If a step turns out differently (a job ended, or memory ran out and the micro-batches are smaller), it finds nothing
-    here and makes its own. The computed values never depend on what was prepared.
+    The next step may differ from the expected one, because a job has ended, or memory ran out and micro-batches are
+    smaller. Such a step makes its own batches and schedules. The computed values never depend on what was prepared.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class PreparedStep:
         self._last: TokenSchedule | None = None
 
     def add(self, parts: Sequence[JobRows], batch: TokenBatch, schedule: TokenSchedule) -> None:
-        """Keep the batch and the schedule of a micro-batch. ``schedule`` is copied at once to the devices that the last
-        used schedule was copied to."""
+        """Keep the batch and the schedule of a micro-batch. ``schedule`` is copied immediately to the devices of the
+        schedule that was used last."""
         if self._last is not None:
             schedule.copy_as(self._last)
         self._batches[_key(parts)] = (tuple(parts), batch)
@@ -53,8 +53,8 @@ class PreparedStep:
         return None if prepared is None else prepared[1]
 
     def take_schedule(self, schedule: TokenSchedule) -> TokenSchedule:
-        """Remove and return the prepared schedule that equals this one, with its copies on devices; if there is none,
-        return ``schedule``."""
+        """Remove and return the prepared schedule that equals ``schedule`` and already has copies on devices. If none
+        was prepared, return ``schedule``."""
         self._last = self._schedules.pop(schedule, schedule)
         return self._last
 
@@ -96,7 +96,7 @@ class Passes:
         self.inject()
 
     def inject(self) -> None:
-        """Wrap the targeted modules of the base model for the bank, in place of a bank that was injected before."""
+        """Wrap the targeted modules of the base model for the bank. A bank that was injected before is removed."""
         self.forward_context = inject(self.backbone.model, self.bank, self.backbone.rows_in_pass)
 
     def local_slot(self, job: JobState) -> int | None:
@@ -106,7 +106,7 @@ class Passes:
             return self.slots.local_slot_of(slot)
         return None
 
-    def here(self, jobs: Sequence[JobState]) -> dict[int, JobState]:
+    def local_jobs(self, jobs: Sequence[JobState]) -> dict[int, JobState]:
         """Return the jobs among ``jobs`` that are in this rank's bank, by local slot."""
         return {local_slot: job for job in jobs if (local_slot := self.local_slot(job)) is not None}
 
@@ -154,19 +154,19 @@ class Passes:
             for of_task in groups
         ]
 
-    def evaluating(self, batch: TokenBatch, here: Mapping[int, JobState]) -> AbstractContextManager[None]:
+    def evaluating(self, batch: TokenBatch, local_jobs: Mapping[int, JobState]) -> AbstractContextManager[None]:
         """Return a context in which a forward pass over ``batch`` has no dropout and no noise.
 
         Args:
-            here: The jobs in this rank's bank, by local slot.
+            local_jobs: The jobs in this rank's bank, by local slot.
         """
-        return self.forward_context.use(schedule_of(batch, here, training=False))
+        return self.forward_context.use(schedule_of(batch, local_jobs, training=False))
 
-    def training(self, batch: TokenBatch, here: Mapping[int, JobState]) -> AbstractContextManager[None]:
+    def training(self, batch: TokenBatch, local_jobs: Mapping[int, JobState]) -> AbstractContextManager[None]:
         """Return a context in which a forward pass over ``batch`` is part of a training step, with dropout and noise;
         for the arguments see :meth:`evaluating`."""
-        schedule = self.prepared.take_schedule(schedule_of(batch, here, training=True))
-        return self._drawn(schedule, _noise_of(batch, here, self.backbone.device))
+        schedule = self.prepared.take_schedule(schedule_of(batch, local_jobs, training=True))
+        return self._drawn(schedule, _noise_of(batch, local_jobs, self.backbone.device))
 
     @contextmanager
     def _drawn(self, schedule: TokenSchedule, noise: TokenNoise | None) -> Iterator[None]:

@@ -94,7 +94,7 @@ class InitAdapter:
     @contextlib.contextmanager
     def applied(self, backbone: Backbone) -> Iterator[Within]:
         """Put the adapter on ``backbone`` inside the context, instead of any bank; afterwards the base model has no
-        adapters. All ranks must call it alike."""
+        adapters. All ranks must make the same call."""
         weights = (self.weights, self.saved.scales)
         with serving(backbone.model, [weights], backbone.run_once, backbone.rows_in_pass) as served:
             yield lambda num_tokens: served.use(served.schedule([num_tokens]))

@@ -67,7 +67,7 @@ class JobLifecycle:
             self._recorder.job_exited(job, slot, best, decision, command)
 
     def exit(self, job: JobState, reason: ExitReason, command: str | None = None, **evidence: float) -> None:
-        """End a job at its current step, for a reason that is not a rule's."""
+        """End a job at its current step for ``reason``, which does not come from a rule."""
         self._exit(job, reason, evidence, command)
 
     def _exit(
@@ -212,10 +212,10 @@ class JobAdmitter:
         self._planned_for: tuple[int, ResidentLimits] | None = None
 
     def admit_jobs(self, share: int | None = None, taken: Collection[int] = ()) -> bool:
-        """Admit and park jobs as the scheduler plans, where its plan may have changed.
+        """Let the scheduler make a plan, then admit and park jobs. Do nothing if the plan cannot have changed.
 
         Args:
-            share: Most slots that the task may have; None sets no limit.
+            share: Maximum number of slots of the task; None sets no limit.
             taken: Slots held by jobs of other tasks.
 
         Returns:

@@ -51,7 +51,8 @@ class PlannedJob:
         return self.job.id
 
     def evaluations_after(self, step: int, num_rows: int) -> float:
-        """Return the evaluations after ``step`` steps, counted as evaluations on all ``num_rows`` validation rows."""
+        """Return the number of evaluations after ``step``. An evaluation on some of the ``num_rows`` validation rows
+        counts as a fraction."""
         later = [at for at in self.evaluation_steps if at > step]
         return sum(self.evaluation_rows.get(at, num_rows) for at in later) / num_rows if num_rows else 0.0
 

@@ -42,7 +42,8 @@ from alto.records import ShownAnswer
 from alto.spec import LOSS, GrpoSettings, JobConfig
 
 _TOKENS_PER_TRAINED = 16
-"""Tokens of a generated batch for each token of the largest micro-batch: generation keeps only keys and values."""
+"""Tokens of a batch in generation, relative to the largest micro-batch in training. Generation keeps only keys and
+values in memory."""
 
 _SHOWN_ANSWERS, _SHOWN_CHARACTERS = 3, 500
 """Answers of an evaluation that are kept for the user, and characters of each text."""
@@ -67,10 +68,10 @@ class Rollout:
 
     Attributes:
         dataset: The completions that have a gradient; may be empty.
-        metrics: Means over the completions of the prompts that came first: ``reward``, number of tokens with the end
-            token (``completion_tokens``), whether it did not end (``truncated``) and entropy of its tokens'
-            distribution (``entropy``, nats per token); and the share of the final prompts whose completions all have
-            the same reward (``equal_groups``).
+        metrics: ``reward``, ``completion_tokens`` (with the end token), ``truncated`` (share of completions that did
+            not end) and ``entropy`` (of the tokens' distribution, nats per token) are means over the completions of the
+            first prompts. ``equal_groups`` is the share of the final prompts whose completions all have the same
+            reward.
     """
 
     dataset: EncodedDataset
@@ -109,7 +110,7 @@ class Rollouts:
     def _draw_others(
         self, drawn: Mapping[JobState, Sampled], rewards: dict[JobState, list[float]], failures: dict[JobState, str]
     ) -> None:
-        """Replace prompts whose rewards teach nothing by others, as often as a job's ``dynamic_sampling`` allows; jobs
+        """Replace prompts whose completions all have the same reward, as often as a job's ``dynamic_sampling`` allows; jobs
         for which a reward fails move from ``rewards`` to ``failures``."""
         for attempt in itertools.count(1):
             others = {
@@ -214,7 +215,7 @@ class Rollouts:
             self._write_with(_JobAdapters(self._passes, jobs), texts)
 
     def _write_with(self, adapters: Adapters[Any], texts: Sequence[Text]) -> None:
-        """Write ``texts`` in batches as large as memory allows; the next ones begin with the size that fitted."""
+        """Generate ``texts`` in batches as large as memory allows. Later batches begin with the size that fitted."""
         longest = max(len(text.prompt) + text.budget for text in texts)
         most_tokens = self._fitting_tokens or _TOKENS_PER_TRAINED * self._passes.micro_batches.max_tokens
         batch_size = max(1, most_tokens // longest)
@@ -257,7 +258,7 @@ class _JobAdapters:
 
     def __init__(self, passes: Passes, jobs: Sequence[JobState]) -> None:
         self._passes = passes
-        self._scales = {slot: adapter_scale(job.config) for slot, job in passes.here(jobs).items()}
+        self._scales = {slot: adapter_scale(job.config) for slot, job in passes.local_jobs(jobs).items()}
 
     def __len__(self) -> int:
         return self._passes.bank.num_slots
@@ -294,10 +295,10 @@ class Reference(NamedTuple):
 
 
 class Sampled:
-    """Completions of prompts by one job; those of a prompt follow each other.
+    """Completions of prompts by one job. The completions of a prompt follow each other.
 
     Args:
-        texts: The completions, written or to be written.
+        texts: The completions; their tokens may not be generated yet.
         references: Tokens of the reply of each text's row, and the row's other columns.
     """
 
@@ -308,13 +309,13 @@ class Sampled:
 
     @classmethod
     def for_step(cls, job: JobState, slot: int, backbone: Backbone) -> Self:
-        """Return the completions that a job trains on in its next step, to be written by the adapter in ``slot``."""
+        """Return the completions for a job's next step, before the adapter in ``slot`` generates them."""
         return cls.of_rows(job, slot, job.order.rows_of_step(job.step), backbone)
 
     @classmethod
     def of_rows(cls, job: JobState, slot: int, rows: Iterable[int], backbone: Backbone, *seeds: int) -> Self:
-        """Return completions of ``rows`` that a job draws in its next step, with random numbers that also depend on
-        ``seeds``."""
+        """Return completions of ``rows`` for a job's next step, before they are generated. Their random numbers also
+        depend on ``seeds``."""
         settings, limit = _settings(job.config), max_positions(backbone)
         sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
         texts, references = [], []
@@ -331,8 +332,8 @@ class Sampled:
     def other_prompts(
         self, rewards: Sequence[float], job: JobState, attempt: int, backbone: Backbone
     ) -> dict[int, Sampled]:
-        """Return completions of another random prompt, to be written, for each group whose rewards teach nothing; empty
-        if the job's ``dynamic_sampling`` allows fewer attempts."""
+        """Return completions of another random prompt for each group with equal rewards, before they are generated.
+        Empty if ``attempt`` is above the job's ``dynamic_sampling``."""
         if attempt > self._settings.dynamic_sampling:
             return {}
         found = {}
@@ -354,7 +355,7 @@ class Sampled:
     def greedy(
         cls, slot: int, dataset: EncodedDataset, rows: Sequence[int], settings: GrpoSettings, backbone: Backbone
     ) -> Self:
-        """Return the most likely completion of each of ``rows``, to be written by the adapter in ``slot``."""
+        """Return the most likely completion of each of ``rows``, before the adapter in ``slot`` generates it."""
         limit, rows_read = max_positions(backbone), [prompt_and_reply(dataset, row) for row in rows]
         most_likely = Sampling(settings.temperature, top_k=1)
         texts = [
@@ -422,11 +423,11 @@ class Sampled:
         return any(text.is_broken for text in self.texts)
 
     def rollout(self, rewards: Sequence[float], job: JobState, metrics: Mapping[str, float]) -> Rollout:
-        """Return the completions that have a gradient: all if the loss has a divergence or a balance of routers, else
-        those with an advantage.
+        """Return the completions to train. These are all completions if the loss has a KL term or a router loss;
+        otherwise only completions with an advantage, because the others have no gradient.
 
         Args:
-            metrics: Means over the completions of the prompts that came first.
+            metrics: Means over the completions of the first prompts, before other prompts replaced some of them.
         """
         settings, has_all = self._settings, bool(self._settings.beta or job.planned.router_aux_loss_coef)
         advantages = group_advantages(rewards, settings)
@@ -456,8 +457,8 @@ def prompt_and_reply(dataset: EncodedDataset, row: int) -> tuple[tuple[int, ...]
 
 
 def group_advantages(rewards: Sequence[float], settings: GrpoSettings) -> list[float]:
-    """Return how much better each reward is than the mean of its group, in standard deviations if rewards are scaled;
-    0 for rewards that are NaN. Standard deviations divide by the number of rewards less one, as in TRL."""
+    """Return each reward minus the mean of its group, divided by the standard deviation if rewards are scaled; 0 for
+    rewards that are NaN. Standard deviations divide by the number of rewards minus one, as in TRL."""
     of_batch = _deviation(rewards)
     found = []
     for group in groups_of(rewards, settings):
@@ -477,7 +478,7 @@ def groups_of(rewards: Sequence[float], settings: GrpoSettings) -> list[Sequence
 
 
 def are_equal(group: Sequence[float]) -> bool:
-    """Return whether the rewards of a prompt's completions teach nothing: all that are known are equal."""
+    """Return whether all known rewards of a prompt's completions are equal, so that they have no advantage."""
     return len({reward for reward in group if not math.isnan(reward)}) < 2
 
 

@@ -149,7 +149,7 @@ class TaskSession:
         """Let the scheduler decide which jobs are resident.
 
         Args:
-            share: Most slots that the task may have; None sets no limit.
+            share: Maximum number of slots of the task; None sets no limit.
             taken: Slots held by jobs of other tasks.
         """
         num_slots = self.state.slot_manager.num_slots

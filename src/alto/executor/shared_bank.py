@@ -159,7 +159,7 @@ class BankMember(Protocol):
         """Put a job that has left the bank into a slot."""
 
     def lose_slot(self, job: JobState, slot: int) -> None:
-        """Record that the bank no longer has a slot for a job, whose state is on disk."""
+        """Record that the bank has no slot for ``job`` any more. The state of the job is on disk."""
 
     def memory_ran_out(self, event: MemoryEvent) -> None:
         """Record an out-of-memory event that involves jobs of this task."""
@@ -268,7 +268,7 @@ class SharedBank:
         return min(self._fitting_tokens, *self._members.values(), sys.maxsize)
 
     def _remember_pass_size(self) -> None:
-        """Remember the current size of micro-batches if out-of-memory events have made it smaller than the members
+        """Store the current size of micro-batches, if out-of-memory events have made it smaller than the tasks
         allow."""
         if self._size is not None and (tokens := self.trainer.passes.micro_batches.max_tokens) < self._max_tokens:
             self._fitting_tokens = tokens
@@ -343,9 +343,9 @@ class SharedBank:
         """Report ``event`` to every member with jobs in its slots."""
         local_slot = self.trainer.passes.local_slot
         for member in self._members:
-            here = [job for job in member.jobs if job.slot is not None and local_slot(job) in event.slots]
-            if here or len(self._members) == 1:
-                member.memory_ran_out(replace(event, jobs=tuple(sorted(job.id for job in here))))
+            affected = [job for job in member.jobs if job.slot is not None and local_slot(job) in event.slots]
+            if affected or len(self._members) == 1:
+                member.memory_ran_out(replace(event, jobs=tuple(sorted(job.id for job in affected))))
 
     def _no_bank(self, size: BankSize) -> str:
         return (

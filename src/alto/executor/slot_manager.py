@@ -85,7 +85,7 @@ class SlotManager:
         self.memory_ran_out = on_memory_event
 
     def attach(self, jobs: Iterable[JobState], *, max_tokens_per_pass: int) -> None:
-        """Get slots for ``jobs``, none of which is resident yet.
+        """Get slots for ``jobs``, before any of them is resident.
 
         Args:
             jobs: Every job that may be admitted before the next :meth:`fit`.
@@ -232,8 +232,8 @@ class SlotManager:
         return self._store.folder(job.id, kind)
 
     def remove_predecessors(self, jobs: Iterable[JobState]) -> None:
-        """Remove the states that the saved states replace, and the ``last`` states of jobs that cannot be resumed.
-        The checkpoint in the journal must refer to none of them."""
+        """Remove outdated states of jobs, and the ``last`` states of jobs that cannot be resumed. The checkpoint in the
+        journal must not refer to them."""
         self._store.remove_predecessors()
         for job in jobs:
             if not job.is_resumable:

@@ -198,8 +198,7 @@ COLUMNS = 4
 length of the shorter reply."""
 
 PART_ROWS = 2048
-"""Pairs that are computed and saved together. A later run does not recompute the parts that an interrupted run has
-saved."""
+"""Number of pairs that are computed and saved together. After an interruption, the saved parts are used again."""
 
 
 def with_references(

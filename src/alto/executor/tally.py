@@ -22,7 +22,7 @@ class Evaluated:
         loss: The same loss as in training.
         metrics: Other metrics of the objective, by name.
         rows: Values of every evaluated row by name: the loss (the mean over the row's trained tokens; for a pair, the
-            pair's loss) and the metric that selects jobs. A value of which only the mean is known is missing.
+            pair's loss) and the metric that selects jobs. A name is missing if only the mean of its values is known.
         answers: The first answers of a job that learns from rewards, to be shown.
     """
 

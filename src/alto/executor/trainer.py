@@ -119,7 +119,7 @@ class Trainer(Evaluator):
             DeviceMemoryError: A micro-batch does not fit, and other ranks have already begun it.
         """
         passes = self.passes
-        here, index_of = passes.here(jobs), passes.index_of(jobs)
+        local_jobs, index_of = passes.local_jobs(jobs), passes.index_of(jobs)
         rollouts = self._rollouts.of_step([job for job in jobs if job.context.rewards is not None])
         of_jobs = {job: (job, dataset, rows) for job, dataset, rows in (*_batches(jobs), *_sampled_batches(rollouts))}
         batches = [of_jobs[job] for job in jobs if job in of_jobs]
@@ -142,14 +142,14 @@ class Trainer(Evaluator):
                 losses = torch.zeros(len(jobs), device=passes.backbone.device) if losses is None else losses
                 prepared = passes.prepared.take_batch(parts)
                 batch = passes.collate(parts) if prepared is None else prepared
-                learners = passes.learners([here[local_slot] for local_slot in batch.slots])
+                learners = passes.learners([local_jobs[local_slot] for local_slot in batch.slots])
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
                 of_terms_J = indices_J
                 if len(batches) < len(jobs):
                     of_terms_J = upload([in_batches[slot] for slot in batch.slots], torch.int64, losses.device)
                 for term in terms:
                     batch = term.completed(batch, of_terms_J)
-                training = passes.training(batch, here)
+                training = passes.training(batch, local_jobs)
             with training:
                 with watching("forward"):
                     with ExitStack() as recording:
@@ -169,10 +169,10 @@ class Trainer(Evaluator):
             losses = None
             for term in terms:
                 term.forget()
-            self.bank.clear_gradients(list(here))
+            self.bank.clear_gradients(list(local_jobs))
 
         self.passes.micro_batches.run(work, train, forget=forget, prepare=prepare, num_micro_batches=num_micro_batches)
-        self.bank.complete_gradients(here)
+        self.bank.complete_gradients(local_jobs)
         self._share_gradients([job for job in jobs if job.is_data_parallel])
         assert losses is not None, "at least one job trains"
         for index, job in enumerate(jobs):
@@ -188,7 +188,7 @@ class Trainer(Evaluator):
             DeviceMemoryError: Memory is too small for the optimizer step; :meth:`has_stepped` says which jobs have
                 taken it.
         """
-        left = self.passes.here(jobs)
+        left = self.passes.local_jobs(jobs)
         if not left:
             return torch.zeros(0, device=self.passes.backbone.device)
         index_of = {local_slot: index for index, local_slot in enumerate(left)}
@@ -235,12 +235,12 @@ class Trainer(Evaluator):
         passes, prepared = self.passes, self.passes.prepared
         prepared.forget()
         jobs = [job for job in jobs if job.step + 1 < job.total_steps]
-        here = passes.here(jobs)
+        local_jobs = passes.local_jobs(jobs)
         try:
             work, _ = passes.work(_batches(jobs, steps_ahead=1), is_step=True)
             for parts in self.passes.micro_batches.split(work):
                 batch = passes.collate(parts)
-                prepared.add(parts, batch, schedule_of(batch, here, training=True, steps_ahead=1))
+                prepared.add(parts, batch, schedule_of(batch, local_jobs, training=True, steps_ahead=1))
         except Exception as error:
             prepared.forget()
             if not is_out_of_memory(error):
@@ -252,9 +252,9 @@ class Trainer(Evaluator):
         return self.passes.ranks.sum([float(loss) for loss in losses.tolist()])
 
     def step_metrics(self, jobs: Sequence[JobState]) -> Sequence[Mapping[str, float]]:
-        """Return the measurements of the last step of each of ``jobs`` beside its loss: the means over the completions
-        that it sampled, and as ``router_loss`` the loss that an auxiliary term has added, without its factor. Called
-        once, because the terms and the data of their jobs are freed."""
+        """Return the measurements of the last step of each of ``jobs``, without its loss: means over the completions
+        that it sampled, and the router loss without its factor (``router_loss``). Call this method once per step,
+        because it frees the terms and the data of their jobs."""
         terms, self._terms = self._terms, ()
         values = next((values for term in terms if (values := term.values())), [None] * len(self._batched))
         of_jobs = dict(zip(self._batched, values, strict=True))

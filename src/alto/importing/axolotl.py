@@ -162,7 +162,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
 }
 
 _METHODS = {None: "sft", "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}
-"""Methods by Axolotl's kind of training."""
+"""ALTO's method for each value of Axolotl's key ``rl``; None if the key is absent."""
 
 
 def _kind(job: ExportedJob) -> str | None:

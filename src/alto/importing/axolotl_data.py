@@ -35,7 +35,7 @@ _SFT_TYPES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     ),
     "oasst": ("prompt_completion", {"prompt": "INSTRUCTION", "completion": "RESPONSE"}),
 }
-"""Forms and columns of rows, by Axolotl's type of instructions."""
+"""ALTO's form of rows and the names of its columns, by Axolotl's ``type`` of a dataset with instructions."""
 
 _PAIR_TYPES: Mapping[str, Mapping[str, str]] = {
     "intel": {"prompt": "question"},
@@ -45,14 +45,14 @@ _PAIR_TYPES: Mapping[str, Mapping[str, str]] = {
     "argilla": {},
     "argilla_chat": {},
 }
-"""Columns of pairs, by the part of the type after the template."""
+"""Columns of pairs, by the second part of Axolotl's ``type`` (``template.name``)."""
 
 _PROMPTS = {"argilla": "instruction", "intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "prompt"}
 _LABELLED_TYPES: Mapping[str, Mapping[str, str]] = {
     **{name: {"prompt": prompt, "completion": "completion", "label": "label"} for name, prompt in _PROMPTS.items()},
     "argilla_chat": {"messages": "completion", "label": "label"},
 }
-"""Columns of labelled replies, by the part of the type after the template."""
+"""Columns of labelled replies, by the second part of Axolotl's ``type`` (``template.name``)."""
 
 _CUSTOM_FIELDS = {"field_instruction": "prompt", "field_output": "completion", "field_system": "system"}
 _FIELDS: Mapping[str, Mapping[str, str]] = {
@@ -70,7 +70,7 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
     "preference": {f"field_{role}": role for role in ("prompt", "chosen", "rejected", "system")},
     "unpaired_preference": {f"field_{role}": role for role in ("prompt", "completion", "label", "system")},
 }
-"""Our names of columns by Axolotl's keys in the entry of a dataset or in its custom type, for every form of rows."""
+"""For every form of rows: ALTO's names of columns, by Axolotl's keys in a dataset's entry or in its custom type."""
 
 _NAMED_TYPES: Mapping[str, Mapping[str, Any]] = {
     "messages": {"type": "chat_template", "field_messages": "messages"},
@@ -81,10 +81,10 @@ _NAMED_TYPES: Mapping[str, Mapping[str, Any]] = {
     },
     "text": {"type": "completion", "field": "text"},
 }
-"""Forms of rows that have a ``type`` with a name, and its keys if the columns have their usual names."""
+"""Keys to write for forms of rows with a named ``type``, if the columns have their usual names."""
 
 NAMED_TYPES = tuple(_NAMED_TYPES)
-"""Forms of rows that have a ``type`` with a name; the others are written as a custom type."""
+"""Forms of rows with a named ``type``; the other forms are written as a custom type."""
 
 _LEGACY_KEYS = {"role": "message_field_role", "content": "message_field_content"}
 
@@ -316,7 +316,11 @@ def _custom(draft: Draft, kind: Mapping[str, Any], where: str) -> tuple[str, dic
 def _reply_columns(
     draft: Draft, entry: Mapping[str, Any], form: str, types: Mapping[str, Mapping[str, str]], where: str
 ) -> dict[str, str]:
-    """Return the columns of pairs or labelled replies; ``types`` has those of each name after the template."""
+    """Return the columns of pairs or labelled replies.
+
+    Args:
+        types: Columns by the second part of Axolotl's ``type`` (``template.name``).
+    """
     kind = entry.get("type")
     if isinstance(kind, Mapping):
         return _custom_columns(draft, kind, form, where)

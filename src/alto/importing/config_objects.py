@@ -70,7 +70,7 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
     """Return the keys of a task, including those that ``configs`` set, and notes on settings that are not imported
     unchanged.
 
-    The task trains what the trainer would train: every setting has the object's value, even if that is a default.
+    The task trains as the trainer would: every setting has the object's value, even if this is a default.
 
     Args:
         configs: At most one configuration of an adapter, and one of a trainer.
@@ -123,7 +123,7 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
 
 
 def _overruled(values: Mapping[str, Any]) -> set[str]:
-    """Return the fields that the user sets in a task, and the fields that have no meaning if those are overridden."""
+    """Return the fields that the task sets itself, and the fields that lose their meaning because of these."""
     space = values.get("search_space")
     found = {_ALIASES.get(key, key) for key in values}
     if isinstance(values.get("dataset"), Mapping) and "validation" in values["dataset"]:
@@ -208,7 +208,7 @@ def _method_by_class(arguments: object) -> str | None:
 
 
 def _method_of(arguments: object, task_type: object, values: Mapping[str, Any]) -> str:
-    """Return the method that the user names, that the trainer trains, or that fits a classification head."""
+    """Return the method: the user's choice, or the trainer's method, or one for a classification head."""
     named = [value for key, value in values.items() if _ALIASES.get(key, key) == "method"]
     of_class = None if arguments is None else _method_by_class(arguments)
     if named and isinstance(named[-1], str):

@@ -114,7 +114,8 @@ def recognise(keys: Collection[str], where: str) -> Tool:
     """Return the tool that has the most of ``keys`` among its marks.
 
     Raises:
-        SpecError: No tool has any of the keys, two tools have equally many, or the configuration is a W&B sweep.
+        SpecError: No tool has any of the keys, two tools have the same number of them, or the configuration is a W&B
+            sweep.
     """
     if {"parameters", "method"} <= set(keys):
         raise SpecError(

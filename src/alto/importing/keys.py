@@ -122,8 +122,8 @@ class KeyTable:
     """All keys of a tool: settings that tasks have too, in the order in which they are written, and others.
 
     Attributes:
-        unneeded: Keys that do not affect training, by the reason.
-        unsupported: Keys that affect training, by what to do instead.
+        unneeded: Keys that do not affect training; each dictionary key is the reason.
+        unsupported: Keys that affect training; each dictionary key says what to do instead.
         off: Values by key, in addition to null, false and empty values, that request nothing.
         never_off: Keys for which false and empty values are not ignored.
     """

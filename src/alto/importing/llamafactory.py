@@ -258,7 +258,7 @@ def _read_preference(draft: Draft, stage: str) -> str:
 
 
 def _leave_out(draft: Draft, keys: Iterable[str], where: str) -> None:
-    """Report the keys that have a value which LLaMA-Factory ignores because of the setting ``where``."""
+    """Report the keys with values that LLaMA-Factory ignores because of the setting ``where``."""
     for key in keys:
         if draft.take(key):
             draft.not_needed(key, f"LLaMA-Factory does not use it with {where}")

@@ -91,7 +91,7 @@ def read_template_file(draft: Draft, key: str) -> None:
 
 
 def set_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
-    """Set the tool's defaults for keys that the configuration does not set and that have another default in a task."""
+    """Set the tool's ``defaults`` for keys that the configuration leaves out; ALTO's defaults for them differ."""
     for key, value in defaults.items():
         draft.values.setdefault(key, value)
 

@@ -54,8 +54,8 @@ _RAW_FORMS: Mapping[str, tuple[str, str | None]] = {
     **dict.fromkeys(("dpo", "orpo", "cpo"), ("prompts and replies", "raw_preference")),
     "kto": ("prompts and completions", None),
 }
-"""By method, a description of columns that may hold texts, and the form of rows that joins texts as TRL does, if any.
-"""
+"""By method: a description of the columns that may hold texts; and the form of rows that joins texts as TRL does, or
+None."""
 
 _KEYS_OF_A_DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
 

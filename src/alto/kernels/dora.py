@@ -152,7 +152,7 @@ def dropped_inputs(
 ) -> Tensor:
     """Return the inputs with dropout applied to the tokens of ``slots``; all other tokens stay bit-identical.
 
-    The masks are those of :func:`alto.kernels.dropout.dropped`, for all slots in a fixed number of launches.
+    The masks are the same as in :func:`alto.kernels.dropout.dropped`, for all slots in a fixed number of launches.
 
     Args:
         schedule: Token ranges, with the keys of their masks.

@@ -24,12 +24,12 @@ _MASK = 0xFFFFFFFF
 
 
 class DropoutKey(NamedTuple):
-    """The key of a slot's dropout mask. Besides the module, the mask depends only on the job, never on other jobs in
+    """The key of a slot's dropout mask. The mask depends only on the module and the job, never on other jobs in
     the batch.
 
     Attributes:
         first_token: Position of the micro-batch's first token in the job's batch. It is not 0 if a batch is split into
-            micro-batches; their masks then equal those of the unsplit batch.
+            micro-batches; their masks then equal the masks of the unsplit batch.
     """
 
     probability: float

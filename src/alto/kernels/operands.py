@@ -68,7 +68,7 @@ class GradientSteps:
 
 
 class GroupGradients:
-    """The record of which gradients of one group of modules were written in the current step."""
+    """The gradients of one group of modules that were already written in the current step."""
 
     def __init__(self, steps: GradientSteps) -> None:
         self._steps = steps.of_slots

@@ -185,9 +185,9 @@ def bank_adamw(
 ) -> None:
     """Take one AdamW step for every listed row, in place. Other rows are not changed.
 
-    The update is that of ``torch.optim.AdamW`` with each row's own settings. A row's gradient is undefined afterwards,
-    unless it is cleared. All memory is allocated before the first row changes, so if memory runs out, no row has
-    changed. If moments and weights have different dtypes, the arithmetic is in float32.
+    The update equals a step of ``torch.optim.AdamW`` with each row's own settings. A row's gradient is undefined
+    afterwards, unless it is cleared. All memory is allocated before the first row changes, so if memory runs out, no
+    row has changed. If moments and weights have different dtypes, the arithmetic is in float32.
 
     Args:
         working_ZP: Copies of the weights in another dtype, updated with them; None if there are none.
@@ -224,8 +224,8 @@ def bank_adamw(
 
 
 def compile_kernels(run: Callable[[], None]) -> Iterator[tuple[int, int]]:
-    """Compile the kernels that the ops in ``run`` launch and that are not compiled yet, one per iteration, without
-    running them.
+    """Compile all kernels that ``run`` would launch, one per iteration, without running them. Compiled kernels are
+    skipped.
 
     This backend has no kernels to compile.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from alto.kernels.dropout import DropoutKey, group_key, hash_, hash_int, hashed
 
 _NUMBER = -2
-"""Number in the hash that stands for rounding. Dropout uses the numbers of groups, from 0, and noise uses -1."""
+"""Number in the hash that identifies rounding. Dropout uses the numbers of groups, from 0, and noise uses -1."""
 
 _CHUNK = 1 << 16
 """Number of elements that are rounded at a time, so that intermediate results stay in the caches of a CPU."""

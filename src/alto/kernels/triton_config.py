@@ -69,7 +69,7 @@ class KernelConfig:
 def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
     """Return the configuration of ``shrink_kernel``, for tokens of dtype ``wide`` and adapters of dtype ``bank``.
 
-    Reading the wide side once dominates the run time, so many of its loads must be in flight at once.
+    Most of the run time is spent on reading the wide operand once, so many of its loads must be in flight together.
     """
     tile = _tile(num_narrow, wide, bank)
     block_w, num_stages = (64, 3) if _multiplies_16_bits(wide, bank) else (32, 4)
@@ -95,8 +95,8 @@ def expand_config(wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
 def dy_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
     """Return the configuration of ``dy_kernel``.
 
-    Both kinds of its programs read ``dy`` from the L2 cache, whose bandwidth limits them: the more tokens or columns a
-    program processes at once, the less it reads of the other side.
+    Both kinds of programs read ``dy`` from the L2 cache, and the bandwidth of this cache limits them. A program that
+    processes more tokens or columns in one block reads the other operand less often.
 
     Args:
         num_narrow: Largest rank of a slot.
@@ -147,15 +147,15 @@ def _gradient_columns(tile: int, wide: torch.dtype, bank: torch.dtype) -> int:
 
 
 def narrow_dtype(wide: torch.dtype, bank: torch.dtype) -> torch.dtype:
-    """Return the dtype of the products ``s`` and ``ds``: that of the factors they become in the next product.
+    """Return the dtype of ``s`` and ``ds``. It is the dtype that the next product needs.
 
-    So each is rounded only once, and with 16-bit factors only half as many bytes are read.
+    So each is rounded only once, and with 16-bit factors only half the bytes are read.
     """
     return wide if _multiplies_16_bits(wide, bank) else bank
 
 
 def working_dtype(base: torch.dtype, bank: torch.dtype) -> torch.dtype | None:
-    """See :func:`alto.kernels.reference.working_dtype`: the dtype that factors are rounded to, which halves the bytes
+    """See :func:`alto.kernels.reference.working_dtype`. Factors are rounded to this dtype, so that half the bytes are
     read."""
     return base if _multiplies_16_bits(base, bank) and bank.itemsize > base.itemsize else None
 
@@ -289,9 +289,9 @@ def _arithmetic(wide: torch.dtype, bank: torch.dtype) -> tuple[tl.dtype, tl.dtyp
     """Return the dtype of the factors of a product, the dtype of its sum, and the precision for multiplying float32
     factors.
 
-    With a float16 base, whose range may be too small for the adapter, a float32 adapter is multiplied in TF32, whose
-    ten mantissa bits are as many as float16 has. With a float32 base the product keeps float32's precision, in three
-    TF32 passes.
+    The range of float16 may be too small for a float32 adapter. With a float16 base, such an adapter is therefore
+    multiplied in TF32, which has ten mantissa bits, like float16. With a float32 base, three TF32 passes keep the
+    precision of float32.
     """
     if torch.float64 in (wide, bank):
         return tl.float64, tl.float64, "ieee"

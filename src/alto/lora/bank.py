@@ -185,8 +185,8 @@ class AdapterBank:
                 yield operands
 
     def tensors(self, name: str) -> SlotTensors | None:
-        """Return the view of the bank for the layer that uses the extra tensor ``name``; None if no job has that
-        tensor. The view stays valid as jobs come and go."""
+        """Return a view of all slots' values of the extra tensor ``name``, for its layer. None if no job has this
+        tensor. The view stays valid when jobs enter or leave slots."""
         extra = next((extra for extra in self.layout.extras if extra.name == name), None)
         if extra is None:
             return None
@@ -398,8 +398,7 @@ def _is_overwritten(module: TargetModule) -> bool:
 
 
 def _orthogonal(num_in: int, rank: int, num_out: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return ``A`` in the span of the even-indexed rows of a random orthogonal matrix, and ``B`` in that of the
-    odd-indexed ones.
+    """Return ``A`` in the span of the even rows of a random orthogonal matrix, and ``B`` in the span of its odd rows.
 
     Source: PEFT 0.21, ``LoraLayer.orthogonal_init``.
     """

@@ -29,8 +29,8 @@ def initial_values(model: PreTrainedModel, extras: Iterable[ExtraTensor]) -> dic
     Args:
         model: The base model, with or without injected adapters.
         extras: Parameters of the model's modules; magnitude vectors, which start as the row norms of the weights; and
-            classification heads, which the base model does not have: these get a single zero, whatever their size,
-            until a job draws its own.
+            classification heads, which the base model does not have. A head of any size gets a single zero until a job
+            draws its own values.
     """
     modules = base_modules(model)
     return {
@@ -54,13 +54,13 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str, *, remedy: str, otherwise: str = "") -> None:
-    """Check that ``network`` has a place for every tensor of ``adapter``, except a classification head.
+    """Check that ``network`` has a module for every tensor of ``adapter``, except a classification head.
 
     Args:
         network: The base model, with or without injected adapters.
         base: Name of the base model, for error messages.
-        remedy: How to name another base model, for error messages.
-        otherwise: Another remedy for tensors that ALTO does not support, for error messages.
+        remedy: Advice in error messages: how to name another base model.
+        otherwise: Further advice in error messages, for tensors that ALTO does not support.
 
     Raises:
         TargetModuleError: A tensor belongs to a module that the model does not have, or has the wrong shape.
@@ -106,12 +106,13 @@ def _check_extras(network: PreTrainedModel, adapter: SavedAdapter, base: str, re
 
 
 def _check_base_weights(network: PreTrainedModel, adapter: SavedAdapter, base: str, remedy: str) -> None:
-    """Check that the base weights saved by PEFT, which PEFT would load into the base model, equal those of
-    ``network``."""
+    """Check that the base weights in PEFT's file equal those of ``network``, because PEFT would load them into the base
+    model."""
     for name, saved in adapter.base_weights.items():
         held = initial_values(network, [ExtraTensor(name=name, shape=tuple(saved.shape))])[name].cpu()
         if not torch.equal(held, saved.to(held.dtype)):
             raise TargetModuleError(
-                f"{adapter.folder}: expected {name}, which PEFT saved beside the adapter, to be that of the base model "
-                f"{base}, found that of a different base model, or of one that was trained or resized; {remedy}"
+                f"{adapter.folder}: expected {name}, which PEFT saved with the adapter, to equal the weights of the "
+                f"base model {base}, found weights of a different base model, or of one that was trained or resized; "
+                f"{remedy}"
             )

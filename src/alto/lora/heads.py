@@ -52,8 +52,8 @@ class BankHeads:
         """Return the logits ``[Q, K]`` in the dtype of the bank; the backward pass adds the gradients of the heads to
         those in the bank.
 
-        Every head is multiplied only with the rows of its own job, so results are bit-identical whatever other jobs are
-        present.
+        Every head is multiplied only with the rows of its own job, so results do not depend on other
+        jobs.
 
         Args:
             slots: Slot of every job; all their heads have the same number of labels.
@@ -144,7 +144,7 @@ def whole_tensors(
 
     Args:
         targets: Full names of the modules with low-rank matrices.
-        has_labels: Whether the job trains a classification head in place of the output head.
+        has_labels: Whether the job trains a classification head instead of the output head.
 
     Raises:
         TargetModuleError: The model has no such module, or the module also has low-rank matrices.
@@ -158,15 +158,15 @@ def whole_tensors(
         named = {name for name in modules if name == text or name.endswith(f".{text}")}
         if not named:
             raise TargetModuleError(
-                f"modules_to_save: expected modules of the model, found none under {text!r}; it can be "
+                f"modules_to_save: expected modules of the model, found none under {text!r}; use "
                 f"{' or '.join(map(module_of_whole, shapes))}"
             )
         for name in sorted(named):
             if whole_name(name) not in shapes:
                 raise UnsupportedError(
                     f"modules_to_save: expected {' or '.join(map(module_of_whole, shapes))}, found {text!r}, which is "
-                    f"{name}, a {type(modules[name]).__name__}, whose training as a whole is not implemented; leave it "
-                    "out, or name it in target_modules if it is linear"
+                    f"{name}, a {type(modules[name]).__name__}; ALTO cannot train this module in full: leave it out, "
+                    "or name it in target_modules if it is linear"
                 )
         selected |= named
     for name in sorted(selected):

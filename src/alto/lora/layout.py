@@ -20,7 +20,7 @@ class TargetModule:
 
     Attributes:
         is_router: Whether it is the weight of a router that is not a linear layer.
-        is_head: Whether it is the model's output head, which reads only positions that predict a trained token.
+        is_head: Whether it is the model's output head. The head reads only positions that predict a trained token.
         is_embedding: Whether it is the token embeddings, whose ``A`` has one row per token.
         num_experts: ``E``, number of matrices in a parameter of experts, each with a separate ``A`` and ``B``; None
             for a linear module.
@@ -116,7 +116,7 @@ class AdapterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlace:
-    """The places where the parameters for one group of modules begin in an adapter's row of the bank.
+    """The offsets of the parameters for one group of modules in an adapter's row of the bank.
 
     Attributes:
         ranks: Rank of every member; 0 if it is not targeted.

@@ -1,4 +1,4 @@
-"""Frozen linear layers that apply the adapters of all slots at once."""
+"""Frozen linear layers that apply the adapters of all slots together."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class AdaptedWeight(Tensor):
             result = func(*args, **kwargs)
         if isinstance(result, Tensor):
             raise UnsupportedModelError(
-                f"expected a model that uses the weight of {adapted.owner} only to multiply tokens with it, in its "
-                "module, found one that reads it elsewhere, where no adapter would apply; leave the module out of "
-                "target_modules and target_parameters"
+                f"expected a model that uses the weight of {adapted.owner} only in the linear product of its module, "
+                "found one that also reads it elsewhere, without the adapter; leave the module out of target_modules "
+                "and target_parameters"
             )
         return result
 
@@ -225,8 +225,8 @@ class PositionMap(Protocol):
 class ForwardContext:
     """The context that tells every injected module which slot each token of the current forward pass belongs to.
 
-    The model owns its groups, and the groups own the bank. The context holds only weak references to the groups, so a
-    bank is freed together with its model (or when it is ejected) at once, without waiting for Python's garbage
+    The model owns its groups, and the groups own the bank. The context holds only weak references to the groups.
+    Therefore a bank is freed as soon as its model is freed or the bank is ejected, without waiting for Python's garbage
     collector.
 
     Args:
@@ -344,8 +344,8 @@ class SharedInput:
         if schedule.segments and num_tokens != num_positions:
             raise UnsupportedModelError(
                 f"target_modules: expected modules that the model runs on all {num_positions} tokens of a forward "
-                f"pass, found one with {self._operands.in_features} features that it runs on {num_tokens}; leave out "
-                "layers that see only some tokens, such as layers of experts"
+                f"pass, found a module with {self._operands.in_features} input features that it runs on {num_tokens} "
+                "tokens; leave out layers that see only some tokens, such as layers of experts"
             )
 
     def _compute_tokens(self, x_TK: Tensor) -> tuple[Tensor, ...]:
@@ -365,7 +365,7 @@ class SharedInput:
         return grouped_lora_linear(x_TK, self.bank.anchor, self._bases, self._operands, schedule, self.bank.ops)
 
     def _with_bias(self, member: int, y_TN: Tensor) -> Tensor:
-        """Return the output of layer ``member``, with each slot's own bias in place of the frozen one."""
+        """Return the output of layer ``member``, with each slot's own bias instead of the frozen one."""
         biases, schedule = self._biases[member], self.context.schedule
         assert schedule is not None
         if biases is None or not biases.is_in(schedule):

@@ -40,8 +40,7 @@ def magnitudes(model: PreTrainedModel, targets: Sequence[TargetModule]) -> tuple
     for target in targets:
         if not isinstance(bases[target.name]._parameters.get("weight"), nn.Parameter):
             raise UnsupportedError(
-                f"use_dora: expected a base model with weights that are not packed, found that {target.name} is "
-                "quantised, so that the norms of its rows depend on the unpacking; use an unquantised base, or "
-                "remove the key"
+                f"use_dora: expected an unquantised base model, found that {target.name} is quantised; DoRA needs the "
+                "norms of its rows, which depend on how it is dequantised: use an unquantised base, or remove the key"
             )
     return tuple(ExtraTensor(name=magnitude_of(target.name), shape=(target.out_features,)) for target in targets)

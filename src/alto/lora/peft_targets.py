@@ -30,8 +30,7 @@ _EXPERT_NAMES: Mapping[str, Mapping[str, str]] = {
         "down_proj": "down_proj",
     },
 }
-"""By kind of mixture: names that PEFT interprets as the router or the experts, and the parameter that each has
-become."""
+"""By kind of mixture: the names that PEFT interprets as the router or the experts, each with its present parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +78,8 @@ def expert_kind(model_type: str) -> str | None:
 
 
 def expert_names(model_type: str) -> Mapping[str, str]:
-    """Return the names that PEFT interprets as experts of this model type, and the parameter that each stands for;
-    empty for most types."""
+    """Return the names that PEFT interprets as experts of this model type, each with its parameter; empty for most
+    types."""
     return _EXPERT_NAMES.get(expert_kind(model_type) or "", {})
 
 
@@ -103,7 +102,7 @@ def wrapper_names(parameters: Collection[str]) -> dict[str, str]:
 
 
 def expert_names_of(modules: Collection[str], target_parameters: Collection[str]) -> dict[str, str]:
-    """Return the parameters of experts that PEFT's modules stand for: the inverse of :func:`wrapper_names`.
+    """Return the parameters of experts that PEFT's modules wrap: the inverse of :func:`wrapper_names`.
 
     Args:
         modules: PEFT's module names of an adapter, without the prefix of PEFT's own model.

@@ -94,7 +94,7 @@ class SavedAdapter:
 
     @property
     def extra_kinds(self) -> str:
-        """A text that lists the kinds of its tensors other than the matrices; empty if there are none."""
+        """A text that lists the kinds of tensors that are not low-rank matrices; empty if there are none."""
         return " and ".join(dict.fromkeys(map(_kind, self.weights.extras)))
 
     @property
@@ -349,16 +349,16 @@ _VLLM_NO_CLASSIFIERS = {"gemma3_text"}
 
 
 def vllm_classifier_obstacle(model_type: str) -> tuple[str, str] | None:
-    """Return why vLLM cannot serve a classifier with merged weights, as two parts of an error message; None if it can,
-    as far as is known."""
+    """Return two parts of an error message if vLLM cannot serve a classifier with merged weights; None if it can, as
+    far as is known."""
     if model_type not in _VLLM_NO_CLASSIFIERS:
         return None
     return "a classifier on a base model whose classifiers vLLM loads", f"one on {model_type}"
 
 
 def vllm_obstacle(adapter: SavedAdapter, model_type: str) -> tuple[str, str] | None:
-    """Return why vLLM cannot serve ``adapter``, as two parts of an error message: what vLLM expects, and what was
-    found. None if vLLM can serve it. ``make test-servers`` compares this with vLLM.
+    """Return two parts of an error message if vLLM cannot serve ``adapter``: what vLLM expects, and what was found.
+    Return None if vLLM can serve it. ``make test-servers`` compares this with vLLM.
 
     Args:
         model_type: ``model_type`` in the configuration of the base model.

@@ -1,4 +1,4 @@
-"""Finished adapters on a model, all at once, for forward passes with tokens of several adapters and no training."""
+"""Finished adapters that share a model, for forward passes with tokens of several adapters and without training."""
 
 from __future__ import annotations
 

@@ -386,8 +386,8 @@ def default_targets(model_type: str, *, has_parameters: bool = False) -> str | t
     found = DEFAULT_TARGETS.get(model_type, () if has_parameters else None)
     if found is None:
         raise TargetModuleError(
-            "target_modules: expected a model of a type for which PEFT has default modules, found "
-            f"{model_type!r}, for which it has none; name the modules in target_modules, or use 'all-linear'"
+            "target_modules: expected a model type with default modules in PEFT, found "
+            f"{model_type!r}, which has none; name the modules in target_modules, or use 'all-linear'"
         )
     return found
 

@@ -58,8 +58,7 @@ class _VocabularyModule(InjectedModule):
 
 class MultiLoraEmbedding(_VocabularyModule, SettingsModule):
     """Frozen token embeddings with one adapter per slot (``target_modules: [embed_tokens]``), or with a separate table
-    per job (``modules_to_save``). Without a token schedule, the output is that of the base
-    embeddings."""
+    per job (``modules_to_save``). Without a token schedule, they act as the frozen embeddings alone."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -72,7 +71,7 @@ class MultiLoraEmbedding(_VocabularyModule, SettingsModule):
         if len(ids_T1) != num_positions:
             raise UnsupportedModelError(
                 f"target_modules, modules_to_save: expected a model that looks up all {num_positions} tokens of a "
-                f"forward pass at once, found {len(ids_T1)} in {self._name}; leave the embeddings out"
+                f"forward pass in one call, found {len(ids_T1)} in {self._name}; leave the embeddings out"
             )
         if places is not None:
             ids_T1 = places.collect(ids_T1)
@@ -171,7 +170,8 @@ class MultiLoraHead(_VocabularyModule):
 
 @dataclass(slots=True, kw_only=True)
 class _HeadAdapters:
-    """The adapters of some trained tokens on the head; implements :class:`alto.backbone.output_head.LogitAdapters`.
+    """The adapters on the output head for some trained tokens; implements
+    :class:`alto.backbone.output_head.LogitAdapters`.
 
     Attributes:
         starts: Position of every slot's first token in the forward pass.
@@ -296,7 +296,8 @@ def _schedule_of_kept(schedule: TokenSchedule, x: Tensor) -> TokenSchedule:
     if x.ndim != 3 or rest or any(count % length for count in schedule.lengths):
         raise UnsupportedModelError(
             f"target_modules: expected a model that runs its output head on all {schedule.num_tokens} tokens of a "
-            f"forward pass, or on equally many of every row, found {num_kept}; leave the output head out"
+            f"forward pass, or on the same number of tokens of every row, found {num_kept} tokens; leave the output "
+            "head out"
         )
     counts = [count // length * x.shape[1] for count in schedule.lengths]
     return TokenSchedule.build(schedule.slots, counts, schedule.scales)

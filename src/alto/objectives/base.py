@@ -77,8 +77,8 @@ class ObjectiveImplementation(Protocol):
 
 @runtime_checkable
 class DerivedMetrics(Protocol):
-    """The additional methods of an objective whose entry names ``derived`` metrics, which are not means over rows, such
-    as a correlation."""
+    """The additional methods of an objective with ``derived`` metrics in its entry. Such metrics are not means over
+    rows; an example is a correlation."""
 
     def num_statistics(self, labels: LabelSet) -> int:
         """Return ``n``, the number of sums over rows that the metrics need (:attr:`Terms.statistics`)."""
@@ -175,7 +175,7 @@ class Objective:
         return terms
 
     def _naming_errors(self, method: str) -> AbstractContextManager[None]:
-        """Report an error of a package's implementation as the package's; running out of memory is not its error."""
+        """Name the package in an error of its implementation; an out-of-memory error stays as it is."""
         return naming_errors(
             f"{self.name}.{method}", type(self.implementation).__module__, page=OBJECTIVES.page, passes=is_out_of_memory
         )
@@ -203,12 +203,12 @@ def find_objective(name: str) -> Objective:
         missing = sorted(member for member in ("check", "terms") if not hasattr(implementation, member))
         raise UnsupportedError(
             f"method: expected {path}, the implementation of {name!r}, to have check and terms, found it without "
-            f"{', '.join(missing)}; give it what docs/objectives.md lists"
+            f"{', '.join(missing)}; add the methods that docs/objectives.md lists"
         )
     if method.entry.derived and not isinstance(implementation, DerivedMetrics):
         raise UnsupportedError(
             f"method: expected {path}, the implementation of {name!r}, to have num_statistics and derived_metrics for "
-            f"{', '.join(method.entry.derived)}, found it without; give it what docs/objectives.md lists"
+            f"{', '.join(method.entry.derived)}, found it without; add the methods that docs/objectives.md lists"
         )
     return Objective(method=method, implementation=implementation)
 
@@ -253,7 +253,7 @@ class AuxiliaryTerm:
 
     def values(self) -> Sequence[float | None]:
         """Return the loss of every job of the step, without its factor; None for jobs without this loss. Called on all
-        ranks, after the backward pass. An empty list stands for a term without losses."""
+        ranks, after the backward pass. The list is empty for a term without losses."""
         return ()
 
 

@@ -1,8 +1,8 @@
 """Contrastive preference optimization (arXiv:2401.08417) and SimPO (arXiv:2405.14734): make the chosen reply more
 probable than the rejected one, and learn it. They need no reference log-probs.
 
-The losses are those of TRL's ``CPOTrainer`` under the same names: ``sigmoid`` and ``hinge`` compare log-probabilities,
-``simpo`` and ``ipo`` those per token. ``simpo`` with ``cpo_alpha: 0`` is the paper's SimPO.
+The losses have the names and values of TRL's ``CPOTrainer``: ``sigmoid`` and ``hinge`` compare log-probabilities of
+replies, ``simpo`` and ``ipo`` their means per token. ``simpo`` with ``cpo_alpha: 0`` is the paper's SimPO.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Direct preference optimization: the chosen reply's log-ratio to the frozen base model should exceed that of the
+"""Direct preference optimization: the chosen reply should have a larger log-ratio to the frozen base model than the
 rejected reply.
 
-The losses are those of TRL's ``DPOTrainer`` under the same names, per pair; several are added with weights. But
-``label_smoothing`` of ``sigmoid`` is that of cDPO (arXiv:2305.18290, notes), which TRL's ``sigmoid`` does not follow.
+The losses have the names and values of TRL's ``DPOTrainer``, per pair; several are added with weights. One differs:
+``sigmoid`` has the ``label_smoothing`` of cDPO (arXiv:2305.18290, notes), which TRL's ``sigmoid`` does not follow.
 Sources: sigmoid arXiv:2305.18290, ipo 2310.12036 (per token, as TRL), hinge 2309.06657, robust 2403.00409, exo_pair
 2402.00856, nca_pair 2402.05369, bco_pair 2404.04656 (without its running mean of rewards, as TRL), sppo_hard
 2405.00675, apo 2408.06266, discopop 2406.08414; ``ld_alpha`` 2409.06411, ``f_divergence_type`` 2309.16240,

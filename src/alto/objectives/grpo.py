@@ -1,7 +1,7 @@
 """Group relative policy optimization: completions that the model sampled, weighted by their rewards.
 
 A step trains on completions that its own weights sampled. So the ratio between the probabilities of the trained and of
-the sampling model is one, nothing is clipped, and the gradient of the loss is that of advantage times log-probability.
+the sampling model is one, nothing is clipped, and the loss has the gradient of advantage times log-probability.
 Source: TRL 1.16, ``GRPOTrainer`` with ``num_iterations=1``; :mod:`alto.executor.rollouts` computes the advantages and
 the factors of the four loss types.
 

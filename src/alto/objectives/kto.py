@@ -1,11 +1,11 @@
 """Kahneman-Tversky optimization (arXiv:2402.01306): every reply is labelled as desirable or not. The log-ratio of a
-desirable reply to the frozen base model should exceed the divergence of the adapter from the base model; that of an
-undesirable reply should stay below it.
+desirable reply to the frozen base model should exceed the divergence of the adapter from the base model; the log-ratio
+of an undesirable reply should stay below it.
 
-The losses are those of TRL's ``KTOTrainer`` under the same names. The divergence is estimated as in TRL: the mean
-log-ratio of the batch's prompts, each with the reply of another row, at least 0 and without a gradient. It is computed
-on a job's whole batch, before the first of its micro-batches (``batch.kl_J``). ``apo_zero_unpaired`` (arXiv:2408.06266)
-compares with 0 instead.
+The losses are the same as in TRL's ``KTOTrainer``, under the same names. The divergence is estimated as in TRL: the
+mean log-ratio of mismatched replies (each prompt of the batch with the reply of another row), or 0 if this mean is
+negative. It has no gradient. It is computed on a job's whole batch, before the first of its micro-batches
+(``batch.kl_J``). ``apo_zero_unpaired`` (arXiv:2408.06266) compares with 0 instead.
 """
 
 from __future__ import annotations

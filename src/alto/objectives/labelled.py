@@ -56,10 +56,10 @@ def job_sums(values_QS: Tensor, batch: TokenBatch) -> Tensor:
 
 # Sequence classification: every job has its own head, which reads the hidden state of a row's last token.
 #
-# The losses are those of transformers' ``...ForSequenceClassification``: cross-entropy if a row has one label, the mean
-# binary cross-entropy over the labels if it may have several. The metrics are those of scikit-learn: ``accuracy``, for
-# several labels that of the whole set, and ``macro_f1``, the mean over labels of the harmonic mean of precision and
-# recall.
+# The losses are the same as in transformers' ``...ForSequenceClassification``: cross-entropy if a row has one label,
+# the mean binary cross-entropy over the labels if it may have several. The metrics are the same as in scikit-learn:
+# ``accuracy`` (a row with several labels is correct only if all of them are) and ``macro_f1``, the mean over labels of
+# the harmonic mean of precision and recall.
 #
 # Shapes: ``Q`` rows, ``K`` labels, ``J`` jobs.
 
@@ -137,8 +137,9 @@ def _padded_labels(batch: TokenBatch, logits_QK: Tensor) -> Tensor:
 
 # Regression: every job has its own head, which reads the hidden state of a row's last token.
 #
-# The loss is that of transformers' ``...ForSequenceClassification`` with that ``problem_type``: the mean squared error
-# over rows and outputs. ``pearson`` is the correlation of predictions and labels; for several outputs, their mean.
+# The loss is the mean squared error over rows and outputs, as in transformers' ``...ForSequenceClassification`` with
+# ``problem_type="regression"``. ``pearson`` is the correlation of predictions and labels; for several outputs, the mean
+# of their correlations.
 #
 # Shapes: ``Q`` rows, ``K`` outputs, ``J`` jobs.
 

@@ -139,7 +139,7 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
 def job_losses(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learners]) -> Tensor:
     """Return the loss of every job, ``[J]`` float32; if a job's batch is split, the contribution of this micro-batch.
 
-    Arguments are those of :func:`micro_batch_terms`."""
+    The arguments are the same as for :func:`micro_batch_terms`."""
     sums_J = torch.cat([terms.sums_J for terms in micro_batch_terms(backbone, batch, learners)])
     return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
 
@@ -148,8 +148,8 @@ def reference_sums(backbone: Backbone, batch: TokenBatch) -> tuple[Tensor, Tenso
     """Return log-probs under ``backbone``, and the part of them that comes from tokens beyond the length of the pair's
     shorter reply: both ``[Q, 2]`` float64 nats.
 
-    The log-probs are those of the chosen and the rejected reply of every pair; for rows with one reply, that of the
-    reply and 0; for a dummy batch, numbers that are not used.
+    The columns are the chosen and the rejected reply of every pair. For rows with one reply, the first column is this
+    reply and the second is 0. For a dummy batch, the numbers are not used.
     """
     losses_S = token_losses(backbone, batch)
     sums = -run_sums(losses_S, batch.sequence_targets)

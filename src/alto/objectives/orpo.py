@@ -1,5 +1,5 @@
-"""Odds-ratio preference optimization (arXiv:2403.07691): learns the chosen reply, and makes its odds exceed those of
-the rejected one. Needs no reference log-probs.
+"""Odds-ratio preference optimization (arXiv:2403.07691): learns the chosen reply, and increases its odds relative to
+the odds of the rejected one. Needs no reference log-probs.
 
 Both terms are means over pairs of per-token means of a reply, as in the paper. Only replies are learned; TRL's trainer
 also learns the prompt.

@@ -109,7 +109,7 @@ class DataPreview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSurvey:
-    """A summary of a dataset for which there is no task yet.
+    """A summary of a dataset, before there is a task for it.
 
     Attributes:
         num_rows: Number of rows to train and validate on.

@@ -71,7 +71,7 @@ class LossPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartValue:
-    """A job's evaluation before its first step; the attributes are those of :class:`LossPoint`.
+    """A job's evaluation before its first step; :class:`LossPoint` describes the attributes.
 
     It evaluates the frozen base model, which a new adapter does not change, or the saved adapter that jobs begin with
     (``init_adapter``).

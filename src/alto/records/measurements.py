@@ -140,8 +140,8 @@ class ThroughputPoint:
         num_jobs: Number of jobs that took the step together.
         num_tokens: Number of tokens of all these jobs.
         duration_s: Median duration of several such steps, in seconds.
-        spread: How much longer the median step took than the fastest tenth, relative to the latter; it grows if other
-            programs use the machine. 0 if it is not known.
+        spread: How much longer the median step took than the fastest tenth, relative to the fastest tenth; it grows if
+            other programs use the machine. 0 if it is not known.
     """
 
     num_jobs: int

@@ -1,4 +1,4 @@
-"""Records of GPUs, and of which task runs on them when."""
+"""Records of GPUs and of schedules: where and when each task runs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Placement:
     """The place and time of one task.
 
     Attributes:
-        gpus: GPUs in rising order; all on one node if a node is large enough.
+        gpus: GPUs in increasing order; all on one node if a node is large enough.
         start_s: Seconds after the schedule was made.
         duration_s: Estimated seconds, including the slowdown by other tasks in the same executor.
         executor: Name of the executor; tasks with the same name share it. Empty: the task has one of its own.

@@ -93,8 +93,7 @@ def write_comparison(
         replace_file(path, page)
     except OSError as error:
         raise RunWriteError(
-            f"html: expected a writable file, found that {path} cannot be written ({error.strerror}); choose another "
-            "file"
+            f"html: expected a writable file, found {path} ({error.strerror}); choose another file"
         ) from error
     return path
 

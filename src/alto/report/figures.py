@@ -73,10 +73,10 @@ def metric_quantity(metric: str) -> Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleRange:
-    """The range of values that a figure shows at first, and what it leaves out at the end of the worse values.
+    """The range of values that a figure shows at first. It may leave out bad values.
 
     Attributes:
-        num_outside: Number of jobs whose curve leaves the view at the end of the worse values.
+        num_outside: Number of jobs whose curve leaves the range on the side of bad values.
         num_not_finite: Number of jobs with a value that is infinite or not a number.
     """
 

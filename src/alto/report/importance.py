@@ -97,7 +97,7 @@ class Importance:
 
     @property
     def overturned(self) -> tuple[SettingImportance, ...]:
-        """Settings of the first comparison that explain something and whose best value is not the winner's."""
+        """Settings of the first comparison that affect the loss; the winner does not have their best values."""
         return tuple(found for found in self.comparisons[0].settings if found.share > 0 and not found.is_winners)
 
 

@@ -89,7 +89,7 @@ def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
     """Write ``report.html`` into ``run_dir`` from its journal and return its path; the run may be unfinished.
 
     Args:
-        price: Price of an hour of one GPU; None takes that of :func:`alto.runs.progress.price_of_hour`.
+        price: Price of an hour of one GPU; None takes :func:`alto.runs.progress.price_of_hour`.
 
     Raises:
         RunNotFoundError: ``run_dir`` holds no journal.

@@ -115,7 +115,7 @@ class RunHistory(JournalFold):
 
     @property
     def metric(self) -> str:
-        """The metric by which the task selects: ``loss``, or a metric of its method that is better when higher."""
+        """The metric that selects jobs: ``loss``, or a metric of the method (then higher values are better)."""
         return self.started.metric if self.started is not None else LOSS
 
     @property

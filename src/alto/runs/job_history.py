@@ -79,7 +79,7 @@ class JobHistory:
     """The state of one job after the events seen so far.
 
     Attributes:
-        position: Place in the task's list of jobs; breaks ties of equal scores.
+        position: Position in the task's list of jobs; breaks ties of equal scores.
         total_steps: Optimizer steps of the job if nothing ends it early.
         samples_budgeted: Rows that the job sees if nothing ends it early.
         slot: Slot that it occupies, None if none; the first rank's slot if it trains on several ranks.
@@ -97,7 +97,7 @@ class JobHistory:
         test_metrics: Metrics of its method on the test rows, by the same steps.
         answers: Answers to the first validation rows by step, if it learns from rewards; step 0 is before training.
         exit_evidence: Numbers on which the exit was based, by name.
-        origin: The job of which it is a clone or copy; None for all other jobs.
+        origin: For a clone or copy: the original job. None for all other jobs.
         forked_at: Step of ``origin`` from which a copy continues; 0 for all other jobs.
         starts_warm: Whether it is a clone that began with the best weights of ``origin``.
         is_suggested: Whether the search added it while other jobs trained.

@@ -327,7 +327,7 @@ class JournalTail:
         return [decode(event, self._path) for event in map(_parse_line, lines) if event is not None]
 
     def _rewind(self, file: BinaryIO) -> None:
-        """Go back to the first line that differs from what was read before."""
+        """Go back to the first line that has changed since it was read."""
         known, self._digests, self._offset = self._digests, [], 0
         for line, digest in zip(file, known, strict=False):
             if not line.endswith(b"\n") or hash(line[:-1]) != digest:

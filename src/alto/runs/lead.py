@@ -16,7 +16,7 @@ from alto.spec import LOSS, loss_scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigurationHistory:
-    """One configuration and the jobs that repeat it; a job that repeats none is a configuration by itself.
+    """One configuration and the jobs that train it with different seeds.
 
     Attributes:
         jobs: Its jobs, best first.

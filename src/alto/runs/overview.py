@@ -161,7 +161,7 @@ def _is_queue(root: Path) -> bool:
 
 
 def _is_run(root: Path) -> bool:
-    """Return whether the folder is that of a run or queue, which may be damaged."""
+    """Return whether the folder belongs to a run or queue, which may be damaged."""
     run = RunDir(root)
     try:
         if run.journal_file.exists() or QueueDir.exists(root):
@@ -172,7 +172,7 @@ def _is_run(root: Path) -> bool:
 
 
 def _started_at(root: Path) -> float:
-    """Return when the run began, in unix seconds: the time of the first journal line, else that of the folder."""
+    """Return when the run began, in unix seconds: the time of the first journal line, else of the folder."""
     with contextlib.suppress(OSError), open_regular(RunDir(root).journal_file) as journal:
         if (first := _FIRST_TIME.match(journal.read(100))) is not None:
             return float(first[1])

@@ -120,7 +120,7 @@ class QueueDir:
 
     @staticmethod
     def exists(root: str | Path) -> bool:
-        """Return whether the folder is that of a queue rather than of a run."""
+        """Return whether the folder belongs to a queue, not to a run."""
         return (Path(root) / _SPEC).is_file()
 
     def read(self) -> QueueContent:

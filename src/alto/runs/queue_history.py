@@ -142,12 +142,12 @@ class QueueHistory(JournalFold):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all machines, or CPU slots used in their place."""
+        """GPUs of all machines, or the CPU slots that are used instead."""
         return sum(len(node.gpus) for node in self.nodes)
 
     @property
     def has_gpus(self) -> bool:
-        """Whether there are real GPUs; False if CPU slots are used in their place."""
+        """Whether there are real GPUs; False if CPU slots are used instead."""
         return self._devices == "gpus"
 
     def status(self, *, is_live: bool) -> RunStatus:

@@ -149,9 +149,9 @@ def check_can_continue(run: RunDir) -> None:
     missing = [job for job, at in jobs.items() if not _has_states(run, job, at)]
     if missing:
         raise JobCommandError(
-            f"expected a finished run with the states of all {len(jobs)} jobs, found the states of {len(missing)} "
-            f"missing in {run.root}: they were removed when the run ended or by alto prune; only a run whose task has "
-            "keep: all takes further jobs: set it, and start a new run with: alto tune"
+            f"expected a finished run with the states of all {len(jobs)} jobs, found that {len(missing)} are missing "
+            f"in {run.root}, because they were removed at the end of the run or by alto prune. Jobs can be added only "
+            "to a run with keep: all; set it in the task, and start a new run with: alto tune"
         )
 
 

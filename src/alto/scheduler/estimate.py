@@ -20,7 +20,7 @@ class JobWork:
 
     Attributes:
         num_tokens: Expected tokens of a step, rounded up.
-        num_evaluations: Number of evaluations on the whole validation set; one on a part of it counts as that share.
+        num_evaluations: Number of evaluations; an evaluation on a part of the validation rows counts as a fraction.
     """
 
     job: str
@@ -69,12 +69,12 @@ def expected_duration_s(
 ) -> float:
     """Estimate the expected seconds of the task with early exit.
 
-    It is not known in advance which jobs a rung keeps, so jobs are taken at equal distances in the order of batch size.
-    Between rungs the remaining jobs train their share of steps as in `estimate_duration_s`; no job trains past a rung
-    before all have reached it. Early exits between rungs are not expected.
+    It is not known in advance which jobs a rung keeps. The estimate takes jobs at equal distances from a list that is
+    sorted by batch size. Between rungs the remaining jobs train their share of steps as in `estimate_duration_s`; no
+    job trains past a rung before all have reached it. Early exits between rungs are not included.
 
     Args:
-        rungs: Points of selection, by rising progress.
+        rungs: Points of selection, in the order of progress.
     """
     stages = zip((0.0, *(rung.progress for rung in rungs)), (*(rung.progress for rung in rungs), 1.0), strict=True)
     places = (*(places_at(rungs, index, len(jobs)) for index in range(len(rungs))), len(jobs))
@@ -203,7 +203,7 @@ def forecast_last_jobs(
 
 
 def _steps_to_its_end(job: LastJob, index: int, places: Sequence[tuple[float, int]]) -> int:
-    """Return the steps until the first rung ahead of ``job`` from which ``index`` jobs or fewer continue."""
+    """Return the remaining steps of ``job`` until the next rung that keeps at most ``index`` jobs, or until its end."""
     total_steps = job.step + job.num_steps
     ends = [math.ceil(round(progress * total_steps, 9)) - job.step for progress, count in places if count <= index]
     return min([job.num_steps, *(steps for steps in ends if steps > 0)])

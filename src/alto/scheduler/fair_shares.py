@@ -40,7 +40,7 @@ def slot_shares(wanted: Mapping[str, int], weights: Mapping[str, float], num_slo
     """Divide the slots among the tasks in proportion to their weights, without giving a task more than it wants.
 
     Slots that a task does not want go to the others in the same proportion. Every task that wants slots gets at least
-    one while slots last, the heaviest task first.
+    one while slots last, in the order of decreasing weight.
 
     Args:
         wanted: Slots that each task can use, by name, in the order of arrival.
@@ -79,11 +79,12 @@ class ReceivedShare:
 
 @dataclass(slots=True)
 class TokenShares:
-    """Chooses the tasks that train in the next step, so that in the long run each trains tokens by its weight.
+    """Chooses the tasks that train in the next step, so that their tokens become proportional to their weights.
 
-    Start-time fair queueing: a task's clock is its number of trained tokens divided by its weight. The task with the
-    earliest clock trains, and every task whose clock is earlier than the clock that this task will have after its step.
-    A task that arrives or returns starts at the earliest clock of the others: the time of its absence has no effect.
+    This is start-time fair queueing. A task's clock is its number of trained tokens divided by its weight. The task
+    with the earliest clock trains. After its step, this task will have a later clock; all tasks with clocks before that
+    train too. A task that arrives or returns starts with the earliest clock of the others, so its absence has no
+    effect.
 
     Attributes:
         clocks: Clock of every task that is currently in the executor, in tokens of weight 1.

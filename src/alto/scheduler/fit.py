@@ -66,7 +66,8 @@ def fit_memory(points: Sequence[MemoryPoint]) -> MemoryFit:
 
 
 def max_tokens(model: MemoryFit | MemoryProfile, *, capacity_bytes: int, margin: float, bank_bytes: int) -> int | None:
-    """Return the most tokens of a step with which the step and the bank stay within ``margin * capacity_bytes``.
+    """Return the largest number of tokens of a step that fits, together with the bank, into ``margin *
+    capacity_bytes``.
 
     Return 0 if the base model and the bank alone do not fit, and None if the memory per token is negligible.
 
@@ -97,7 +98,7 @@ def fit_throughput(points: Sequence[ThroughputPoint]) -> ThroughputFit:
 
 
 def saturation(points: Sequence[ThroughputPoint]) -> int:
-    """Return the fewest tokens of a measured step that reaches `SATURATED` of the best measured tokens per second.
+    """Return the tokens of the smallest measured step that reaches `SATURATED` of the best measured tokens per second.
 
     Raises:
         ProfileError: There is no point.

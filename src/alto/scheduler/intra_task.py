@@ -41,7 +41,7 @@ class ParkReason(StrEnum):
     - ``slot_wanted``: it waits at its rung, and another job can train.
     - ``over_limit``: the residents have more tokens than the limit, which was lowered.
     - ``over_share``: its task now has fewer slots.
-    - ``rebalanced``: it moves at once to a slot of another rank, or of all ranks.
+    - ``rebalanced``: it moves, in the same plan, to a slot of another rank, or of all ranks.
     """
 
     SLOT_WANTED = "slot_wanted"
@@ -79,8 +79,8 @@ class ResidentLimits:
 
     Attributes:
         taken: Slots that jobs of other tasks hold in the same bank.
-        share: Most slots that this task may hold at a time; None sets no limit.
-        max_tokens: Most expected tokens of a step of all jobs together; None sets no limit.
+        share: Maximum number of slots that this task may hold at a time; None sets no limit.
+        max_tokens: Maximum number of expected tokens of a step of all jobs together; None sets no limit.
         num_ranks: Ranks among which the slots are divided equally; see `RankSlots`.
         may_data_parallel: Whether jobs may train data parallel on all ranks when there are fewer jobs than ranks.
     """

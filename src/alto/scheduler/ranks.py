@@ -64,7 +64,8 @@ def assign_ranks(demands: Iterable[RankDemand], slots: RankSlots) -> dict[str, i
     """Return a rank for every job, with at most ``slots.per_rank`` jobs a rank.
 
     A job that has a rank keeps it if the ranks are balanced to `TOLERANCE`, or cannot be balanced better. With up to
-    `MAX_EXACT_JOBS` jobs, only as many are moved as needed for ranks that are balanced, or as balanced as possible.
+    `MAX_EXACT_JOBS` jobs, the number of moved jobs is the smallest with which the ranks are balanced, or are balanced
+    as well as possible.
 
     The result depends only on its arguments, not on the order of ``demands``; called again with its own result, it
     moves no job.

@@ -48,10 +48,10 @@ def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -
     """Return the configuration in ``space`` to try next; None if all were tried.
 
     The result depends only on the arguments: the estimator is built again from all trials, and its random state comes
-    from ``seed`` and their number. A trial that ended early counts with its values at the rungs that it has reached: a
-    trial that came further counts as better, and of two trials that came equally far, the one with the lower value. A
-    trial that is still training and has reached no rung counts as a bad one, so that suggestions keep a distance from
-    it. A trial that does not fit into memory violates a constraint.
+    from ``seed`` and their number. A trial that ended early counts with its values at the rungs that it has reached:
+    the better of two trials is the one that reached a later rung, or has the lower value at the same rung. A trial that
+    is still training and has reached no rung counts as a bad one, so that suggestions keep a distance from it. A trial
+    that does not fit into memory violates a constraint.
     """
     import optuna
 

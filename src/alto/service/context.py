@@ -158,8 +158,8 @@ class Previews:
 
 
 def _key(task: Task, files: Sequence[str], num_rows: int) -> str:
-    """Return a key of everything that a preview depends on, and of the tenant: response times must not reveal what
-    another tenant has looked at."""
+    """Return a cache key: everything that a preview depends on, and the tenant. Without the tenant, response times
+    would reveal previews of other tenants."""
     values = task.model_dump(mode="json", include=set(DataKeys.model_fields) - _NOT_OF_ROWS)
     return json.dumps(
         [task.tenant, values, task.base_model.key(), task.method, list(files), num_rows], sort_keys=True, default=str

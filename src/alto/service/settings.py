@@ -27,11 +27,11 @@ class VllmSettings(SpecModel):
     Attributes:
         url: Its address, such as ``http://127.0.0.1:8000``.
         api_key: Its bearer key; None sends no key.
-        base_model: Name under which it serves the base model. It serves adapters of the service's model that has this
-            name or id, or of the service's only model.
+        base_model: Name under which it serves the base model. An adapter is registered if this is the key or the value
+            of its base model in ``models``, or if ``models`` has a single entry and ``hub_models`` is false.
         probe_interval_s: Seconds between two checks that it still has the adapters.
         timeout_s: Longest wait for an answer, or for the next piece of a streamed answer.
-        cache: Folder of vLLM's filesystem resolver, which the service keeps; None registers adapters by requests. See
+        cache: Folder of vLLM's filesystem resolver, written by the service; None registers adapters by requests. See
             :class:`alto.service.vllm.cache.AdapterCache`.
     """
 

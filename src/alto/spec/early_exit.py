@@ -136,7 +136,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
     shares of their steps; and it calls a job overfitting when its validation loss has turned upward by more than its
     own noise, not when there is a gap between validation and training loss.
 
-    A non-finite loss always ends a job, whatever the settings.
+    A non-finite loss ends a job with any settings.
 
     Attributes:
         enabled: False trains every job to its last step.
@@ -144,11 +144,12 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
         detect_divergence: End jobs whose smoothed training loss and validation loss both rise.
         detect_overfitting: End jobs that overfit; their best adapter is kept and still competes.
         detect_collapse: End jobs of ``method: grpo`` that have stopped learning (``alto`` only): for
-            ``collapse_patience`` steps in a row, all completions of each prompt had equal rewards, or their tokens were
-            certain, or almost none ended although most did at the start. Their best adapter is kept and still competes.
-        rules: Further rules by name, called after those of the policy: a mapping of a rule's settings, or true for its
-            defaults. Packages register rules; ALTO's are ``divergence``, ``overfitting_gap``, ``overfitting_upturn``,
-            ``collapse``.
+            ``collapse_patience`` steps in a row, all completions of each prompt had equal rewards, or the entropy of
+            their tokens was almost 0, or almost none ended although most did at the start. Their best adapter is kept
+            and still competes.
+        rules: Further rules by name, called after the policy's own rules: a mapping of a rule's settings, or true for
+            its defaults. Packages register rules; ALTO's are ``divergence``, ``overfitting_gap``,
+            ``overfitting_upturn``, ``collapse``.
         select: Rank the jobs at every rung and end those that are not kept.
         preset: Rungs, ``min_kept``, ``finish_from`` and ``clear_from`` by name (``alto`` only). If no rungs are given,
             None means ``preferences`` for a method that learns which replies are better (``dpo``, ``kto`` and similar),
@@ -157,7 +158,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
             ``select_ratio``, it makes one rung; if only ``select_ratio`` is given, the default is the paper's 0.05.
         select_ratio: Share of the ranked jobs that continue; if only ``warmup_ratio`` is given, the default is the
             paper's 0.25.
-        rungs: ``(progress, keep)`` pairs in rising order of ``progress``. Every job is ranked after the share
+        rungs: ``(progress, keep)`` pairs in increasing order of ``progress``. Every job is ranked after the share
             ``progress`` of its steps. Of the jobs that the previous rung kept, the share ``keep`` continues. Excludes
             ``warmup_ratio``, ``select_ratio`` and ``preset``. With none of the four, ``paper`` uses ((0.05, 0.25),) and
             ``alto`` its default preset.
@@ -177,7 +178,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
             rows, at every ``eval_steps``. If ``metric`` is not the loss, or if the method is not one of sft, dpo, orpo,
             cpo and those of packages with ``has_row_losses``, evaluations are always on all rows, and the share only
             decides how many there are.
-        evaluations: ``(progress, rows)`` pairs with rising progress: the shares of its steps after which a job is
+        evaluations: ``(progress, rows)`` pairs in order of progress: the shares of its steps after which a job is
             evaluated, and the number of validation rows. None lets ``evaluation_share`` decide.
         final_evaluations: Number of best jobs that are measured once more at the end, and number of validation rows;
             the winner is one of these jobs. None lets ``evaluation_share`` decide.
@@ -207,7 +208,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
     policy: Literal["alto", "paper"] = Field(default="alto", description="which rules decide")
     detect_divergence: bool = Field(default=True, description="end diverging jobs")
     detect_overfitting: bool = Field(default=True, description="end overfitting jobs")
-    detect_collapse: bool = Field(default=True, description="end jobs whose rewards teach nothing any more")
+    detect_collapse: bool = Field(default=True, description="end jobs that no longer learn from rewards")
     rules: Mapping[str, SerializeAsAny[Rule]] = Field(default={}, description="further rules and their settings")
     select: bool = Field(default=True, description="rank the jobs at rungs")
     warmup_ratio: float | None = Field(
@@ -266,7 +267,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
         progress = [pair[0] for pair in pairs]
         if any(later <= earlier for earlier, later in itertools.pairwise(progress)):
             raise ValueError(
-                f"should rise in progress from rung to rung, found {progress}. Order the rungs and give each once."
+                f"should be in increasing order of progress, found {progress}. Sort the rungs and give each once."
             )
         return tuple((float(progress), float(keep)) for progress, keep in pairs)
 
@@ -289,7 +290,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
                 f"{quoted(given)}. Use for example {example}, or remove the key; evaluation_share then decides."
             )
         if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(pairs)):
-            raise ValueError(f"should rise in progress, found {quoted(given)}. Order the pairs and give each once.")
+            raise ValueError(
+                f"should be in increasing order of progress, found {quoted(given)}. Sort the pairs and give each once."
+            )
         return pairs if info.field_name == "evaluations" else pairs[0]
 
     @field_validator("min_kept", mode="before")
@@ -312,8 +315,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
             if self.evaluations is None:
                 present, missing = missing, present
             raise ValueError(
-                f"{present}: expected it together with {missing}, found it alone. Give both, or remove it; "
-                "evaluation_share then decides."
+                f"{present}: expected {missing} together with this key, found {present} alone. Set both, or remove it; "
+                "then evaluation_share decides."
             )
         given = self._given_rungs
         # A preset's rungs after the finish are dropped; rungs set by the user are all used.

@@ -127,17 +127,22 @@ class JobConfig(SpecModel):
 
     Fields are spelled as in Hugging Face's ``TrainingArguments`` and PEFT's ``LoraConfig``; the constructor also
     accepts the aliases in :data:`alto.spec.keys.JOB_ALIASES`. Steps are optimizer steps, rows are training examples;
-    methods that take a number of rows expect that of the training split.
+    methods that take a number of rows expect the number of rows of the training split.
 
-    Some values are stored in another form than they are given. ``lora_alpha`` may be ``"r"`` or ``"<number>*r"``; the
-    number is stored. ``target_modules`` may be one name, several, or a pattern; stored is ``"all-linear"``,
-    ``"peft-default"``, a sorted tuple of names, or a regular expression; likewise ``exclude_modules``. The mappings
-    ``rank_pattern``, ``alpha_pattern``, ``lr_scheduler_kwargs`` and ``optim_args`` are stored as tuples of pairs;
-    :meth:`to_dict` returns mappings. ``optim_args`` may also be text, ``"momentum=0.9,nesterov=true"``.
-    ``warmup_steps`` below 1 is a share of the steps. ``init_lora_weights`` true is stored as ``"default"``, and
-    ``max_grad_norm`` 0 as None: no clipping. ``mixture_weights`` is a mapping; stored are shares that add up to 1.
-    ``optim`` is stored in one spelling if there are several. ``objective`` holds the settings of the method;
-    :meth:`of` and :meth:`to_dict` have them as ordinary keys beside the others, as a task file does.
+    Some values are stored in a different form:
+
+    - ``lora_alpha`` may be ``"r"`` or ``"<number>*r"``; it is stored as a number.
+    - ``target_modules`` may be one name, several names, or a pattern. It is stored as ``"all-linear"``,
+      ``"peft-default"``, a sorted tuple of names, or a regular expression. ``exclude_modules`` is stored in the same
+      way.
+    - The mappings ``rank_pattern``, ``alpha_pattern``, ``lr_scheduler_kwargs`` and ``optim_args`` are stored as tuples
+      of pairs; :meth:`to_dict` returns mappings. ``optim_args`` may also be text, ``"momentum=0.9,nesterov=true"``.
+    - ``init_lora_weights`` true is stored as ``"default"``, and ``max_grad_norm`` 0 as None (no clipping).
+    - ``mixture_weights`` is stored as shares that add up to 1.
+    - ``optim`` is stored in one spelling if there are several.
+
+    ``warmup_steps`` below 1 is a share of the steps. ``objective`` holds the settings of the method; :meth:`of` and
+    :meth:`to_dict` have them as ordinary keys, as a task file does.
 
     Raises:
         SpecError: A value is out of its domain, or values contradict each other.

@@ -78,14 +78,14 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
         *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
         *("torch_compile_backend", "torch_compile_mode"),
     ),
-    "dropout of the base model is never applied, and 'lora_dropout' sets that of the adapter": ("disable_dropout",),
+    "dropout of the base model is never applied, and 'lora_dropout' sets the adapter's": ("disable_dropout",),
     "the reference of a preference loss is the frozen base": ("ref_model_mixup_alpha", "ref_model_sync_steps"),
     "4 bits are NF4 with double quantisation": (*("use_bnb_nested_quant", "bnb_4bit_quant_storage"),),
     "every job trains a LoRA adapter": ("use_peft",),
 }
 
 NOT_NEEDED_KEYS: Mapping[str, str] = {key: reason for reason, keys in _NOT_NEEDED.items() for key in keys}
-"""Keys that would not change what is learned, with the reason why they are not needed."""
+"""Keys without an effect on the trained adapter, with the reason why they are not needed."""
 
 _ORDER = (
     "Every job shuffles its rows in every epoch, by its own 'seed', and keeps the last, smaller batch; remove the key."
@@ -102,7 +102,7 @@ _OPTIMIZER = "Set 'optim', 'optim_args' and 'lr_scheduler_type'."
 UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     "args": _OBJECTS,
     "peft_config": _OBJECTS,
-    "processing_class": "The tokenizer is that of 'model'. If the model is an object, give 'tokenizer' too.",
+    "processing_class": "The tokenizer comes from 'model'. If the model is an object, give 'tokenizer' too.",
     "formatting_func": "Set 'columns' and 'dataset_format', or give rows that are formatted already.",
     "data_collator": "Rows are concatenated without padding; 'train_on' says which tokens are trained. Remove the key.",
     "compute_loss_func": "Write an objective of your own (docs/objectives.md), and name it in 'method'.",
@@ -288,11 +288,11 @@ _ONLY_PLAIN_LORA = "Only the usual forms of LoRA and DoRA are trained; remove th
 _USE_DTYPE = "Use 'dtype: bfloat16', 'float16' or 'float32' instead."
 _FROZEN_BASE = "The reference of dpo is the frozen base, or 'init_adapter', run once for all jobs; remove the key."
 _WHOLE_DISTRIBUTION = (
-    "It needs the probabilities of all tokens at every position, but only that of the trained token is computed; "
+    "It needs the probabilities of all tokens at every position, but only the trained token's is computed; "
     "remove the key."
 )
 _CUT_AT_THE_END = (
-    "A conversation is cut after its first 'max_length' tokens, including those of the prompt; remove the key."
+    "A conversation is cut after its first 'max_length' tokens, including the tokens of the prompt; remove the key."
 )
 
 UNSUPPORTED_KEYS: Mapping[str, str] = {

@@ -51,8 +51,7 @@ SETTING_ALIASES: Mapping[str, str] = {
 
 
 _SAME_AS_NONE: Mapping[tuple[str, str], tuple[str, ...]] = {("sft", "loss_type"): ("nll", "chunked_nll")}
-"""TRL values that have no effect, because the method does this anyway; by method and by a setting that only other
-methods have."""
+"""TRL's values for what the method does anyway, by method and by a setting that only other methods have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

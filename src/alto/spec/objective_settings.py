@@ -426,13 +426,13 @@ class ObjectiveEntry:
             )
         if self.problem_types and (self.is_paired is not False or self.is_labelled or self.needs_reference):
             raise SpecError(
-                "problem_types: expected is_paired to be false with it, and is_labelled and needs_reference not to be "
-                "set. Texts with labels are not replies."
+                "problem_types: expected is_paired to be false with this field, and is_labelled and needs_reference "
+                "not to be set. Texts with labels are not replies."
             )
         if self.is_labelled and self.is_paired is not False:
             raise SpecError(
-                f"is_labelled: expected is_paired to be false with it, found {self.is_paired}. Labelled rows are not "
-                "pairs."
+                f"is_labelled: expected is_paired to be false with this field, found {self.is_paired}. Labelled rows "
+                "are not pairs."
             )
         named = {name: getattr(self, name) for name in ("problem_types", "metrics", "derived", "scores")}
         for name, given in (*named.items(), *self.scaled_by.items()):

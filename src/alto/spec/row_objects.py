@@ -34,7 +34,7 @@ _NAME = "task"
 
 
 def with_rows_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a task with rows that are Python objects replaced by the path of a file that holds them.
+    """Return the keys of a task. Rows that are Python objects are written to a file, and replaced with its path.
 
     Rows may be a ``datasets.Dataset``, a pandas ``DataFrame``, or any iterable of mappings of columns to values, such
     as a list or a generator; or a function that returns one of these. ``dataset`` may be a mapping of splits to rows,
@@ -157,7 +157,7 @@ def _frame_rows(frame: Any, key: str) -> Iterator[dict[Any, Any]]:
     twice = next((column for column, count in Counter(columns).items() if count > 1), None)
     if twice is not None:
         raise SpecError(
-            f"{key} should be a frame of rows with every column once, found {quoted(twice)} twice. Rename one."
+            f"{key} should be a data frame with unique column names, found {quoted(twice)} twice. Rename one."
         )
     cells = frame.itertuples(index=False, name=None)
     missing = frame.isna().itertuples(index=False, name=None)
@@ -191,7 +191,7 @@ def _lines(rows: Any, key: str) -> Iterator[bytes]:
 
 
 class _RowsFailedError(Exception):
-    """Reading the user's rows raised ``error``, as opposed to writing the file."""
+    """Internal signal: ``error`` was raised by the user's rows, not by writing the file."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -215,7 +215,7 @@ def _plain(value: Any) -> Any:
 
 
 def _written(write: Callable[[BinaryIO], object], ending: str, key: str) -> Path:
-    """Return the path of a file with the content that ``write`` writes, named by the digest of that content."""
+    """Let ``write`` write a file, name it by the digest of its content, and return its path."""
     folder = cache_home() / "rows"
     try:
         folder.mkdir(parents=True, exist_ok=True)

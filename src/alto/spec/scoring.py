@@ -98,7 +98,7 @@ def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tupl
 
 
 _GENERATED = "num_generations"
-"""A setting that only methods have whose loss is a negative reward, which has one scale for all settings."""
+"""A setting that only methods with rewards have. Their loss is a negative reward, with one scale for all settings."""
 
 
 def loss_scale(settings: Mapping[str, Any]) -> str:
@@ -169,12 +169,12 @@ class Scoring(SpecModel):
         scorer: The check that an answer must pass. ``exact``: the generated text equals the row's reply, except for
             white space. ``contains``: it contains the reply. ``regex``: it matches a pattern. ``json``: it has the same
             JSON value as the reply. ``tool_call``: it has the reply's tool calls, with their names and arguments.
-            ``numeric``: its last number equals that of the reply. ``exact_match``: ``numeric`` in GSM8K's form, where
-            the number is the final answer ``#### N``. ``format``: it consists of tags in a given order, each once,
-            whatever is in them; the reply is not compared. ``similarity``: the score is a number from 0 to 1 that says
-            how similar it is to the reply. ``multiple_choice``: among the distinct replies of the validation
-            rows (at most 26), the row's own reply is the most likely; nothing is generated. ``python``: your own
-            function scores each generated text. ``http``: a server does, for example one that asks a language model.
+            ``numeric``: its last number equals the last number of the reply. ``exact_match``: ``numeric`` in GSM8K's
+            form, where the number is the final answer ``#### N``. ``format``: it consists of tags in a given order,
+            each once, with any content; the reply is not compared. ``similarity``: the score is its similarity to the
+            reply, from 0 to 1. ``multiple_choice``: among the distinct replies of the validation rows (at most 26), the
+            row's own reply is the most likely; nothing is generated. ``python``: your function scores each generated
+            text. ``http``: a server scores it, for example with a language model.
         keys: For ``json``: compare only these keys of an object; ``a.b`` is ``b`` in the object ``a``. None compares
             the whole value.
         pattern: For ``regex``: a Python regular expression that is searched for in the generated text. If it has a
@@ -182,9 +182,9 @@ class Scoring(SpecModel):
         tolerance: For ``numeric``: largest difference of two numbers that count as equal.
         tags: For ``format``: names of the tags; the default is ``<think>…</think><answer>…</answer>``. Only white space
             may be before, between and after them.
-        measure: For ``similarity``: twice the size of what both texts have in common, divided by the size of both.
-            ``fuzzy_match``: their longest common subsequence of characters. ``rouge_l``: that of words. ``rouge_1`` to
-            ``rouge_5``: their common sequences of as many words.
+        measure: For ``similarity``: twice the size of the common part of both texts, divided by the sum of their sizes.
+            The common part is their longest common subsequence of characters (``fuzzy_match``) or of words
+            (``rouge_l``), or their common word n-grams (``rouge_1`` to ``rouge_5``).
         ignore_case: For ``exact``, ``contains`` and ``regex``: ignore the case of letters.
         function: For ``python``: the function's dotted name, ``package.module:function`` or
             ``package.module.function``; in Python also the function itself, if it can be imported by that name. It is
@@ -214,7 +214,7 @@ class Scoring(SpecModel):
     tolerance: float = Field(default=0.0, ge=0, description="largest difference of numbers that count as equal")
     tags: tuple[str, ...] = Field(default=("think", "answer"), description="tags of an answer, in order")
     measure: SimilarityMeasure = Field(default="fuzzy_match", description="what texts have in common")
-    ignore_case: bool = Field(default=False, description="treat capital and small letters alike")
+    ignore_case: bool = Field(default=False, description="ignore the case of letters")
     function: str | None = Field(default=None, min_length=1, description="dotted name of a Python function")
     url: str | None = Field(default=None, min_length=1, description="address of an HTTP scorer")
     headers_env: str | None = Field(default=None, description="environment variable with further headers")
@@ -237,7 +237,7 @@ class Scoring(SpecModel):
                 f"{quoted(at)}. For example: [0.1, 0.25]."
             )
         if any(later <= earlier for earlier, later in itertools.pairwise(rungs)):
-            raise ValueError(f"should rise from rung to rung, found {quoted(at)}. Order the rungs and give each once.")
+            raise ValueError(f"should be in increasing order, found {quoted(at)}. Sort the rungs and give each once.")
         return rungs
 
     @field_validator("keys", mode="before")

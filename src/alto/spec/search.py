@@ -63,11 +63,10 @@ class Search(SpecModel):
     """The settings that say how the configurations of a task are chosen.
 
     Attributes:
-        algorithm: ``grid`` trains every configuration of the search space; ``random`` some of them, drawn with the
-            task's ``data_seed``; ``tpe`` begins with random ones and fills each slot that becomes free with a
-            configuration that Optuna's tree-structured Parzen estimator suggests from the losses so far; ``pbt`` trains
-            a population: at every ``interval`` the worst jobs continue with the weights of better ones and changed
-            settings.
+        algorithm: ``grid`` trains every configuration of the search space. ``random`` trains some of them, drawn with
+            the task's ``data_seed``. ``tpe`` begins with random configurations; then Optuna's tree-structured Parzen
+            estimator suggests one for each free slot, from the losses so far. ``pbt`` trains a population: at every
+            ``interval``, copies of the best jobs with changed settings replace the worst jobs.
         budget: Limits on what the search may spend; the default is no limit. Without ``budget.jobs``, ``random`` tries
             half as many configurations as the search space has; so does ``tpe`` if its budget has no other limit.
         num_initial_jobs: Number of jobs that begin with the task: for ``tpe``, those before it learns (default 10, and
@@ -100,18 +99,18 @@ class Search(SpecModel):
     def _check_fits_algorithm(self) -> Search:
         if self.num_initial_jobs is not None and self.algorithm not in ("tpe", "pbt"):
             raise ValueError(
-                f"num_initial_jobs: expected it with algorithm tpe or pbt, found {self.algorithm!r}, whose jobs all "
-                "begin with the task. Remove it, or set budget.jobs."
+                f"num_initial_jobs: expected algorithm tpe or pbt with this key, found {self.algorithm!r}, which "
+                "creates all jobs at the start of the task. Remove the key, or set budget.jobs."
             )
         if self.usual_learning_rate is not None and self.algorithm != "tpe":
             raise ValueError(
-                f"usual_learning_rate: expected it with algorithm tpe, found {self.algorithm!r}, which draws from the "
-                "whole range. Remove it, or set algorithm to tpe."
+                f"usual_learning_rate: expected algorithm tpe with this key, found {self.algorithm!r}, which draws "
+                "from the whole range. Remove the key, or set algorithm to tpe."
             )
         if self.budget.jobs is not None and self.algorithm == "grid":
             raise ValueError(
-                "budget.jobs: expected it with an algorithm other than 'grid', which trains all configurations. Set "
-                "algorithm to random or tpe, or limit samples or duration_s."
+                "budget.jobs: expected an algorithm other than grid with this key, because grid trains all "
+                "configurations. Set algorithm to random or tpe, or limit samples or duration_s."
             )
         return self
 

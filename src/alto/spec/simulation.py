@@ -133,7 +133,8 @@ class Simulation(SpecModel):
         trace: Recorded tasks: a CSV file with a header, or JSON lines, with ``arrival_s``, ``gpus``, ``duration_s``
             and optionally ``tenant``, ``priority``, ``base`` and ``step_share``. None generates tasks.
         num_tasks: Number of generated tasks.
-        arrivals: Whether the generated tasks arrive all at once, or at random times at the rate ``arrivals_per_hour``.
+        arrivals: Whether the generated tasks all arrive at the start, or at random times at the rate
+            ``arrivals_per_hour``.
         arrivals_per_hour: Average number of tasks that arrive in an hour.
         gpus: Share of the generated tasks for each number of GPUs.
         duration_distribution: ``lognormal``, or ``pareto``, whose tail is heavier.

@@ -46,7 +46,7 @@ class Task(DataKeys):
     """One tuning task, checked completely by its constructor: every job of its search space is valid.
 
     Fields of a job (:class:`JobConfig`, including aliases) and settings of the method may be given beside the task's
-    own keys; they are then fixed for every job. The keys about data are those of :class:`DataKeys`.
+    own keys; they are then fixed for every job. :class:`DataKeys` has the keys about data.
 
     Two arguments can be Python objects, which files cannot contain. ``model`` may be a loaded
     ``transformers.PreTrainedModel``, given with its ``tokenizer``, for a run in this process. ``config`` is a
@@ -80,8 +80,8 @@ class Task(DataKeys):
             model's hidden size, with ranks, batch sizes and ``lora_alpha`` 32.
         select_by: The criterion that chooses the winner. With ``metric``, the key ``metric`` decides. With
             ``eval_accuracy``, the best jobs answer the validation rows that end in ``#### N``, and the job with the
-            most right answers wins (if equal, the one with the lower validation loss). A mapping names a scorer of
-            answers. All but ``metric`` need a single GPU.
+            most correct answers wins (if equal, the one with the lower validation loss). A mapping names a scorer of
+            answers. Only ``metric`` works on several GPUs.
         reward_funcs: Scorers of the completions of a method that generates (``grpo``), one or more: the name of a
             scorer of ``select_by``, a mapping of its settings, or ``module:function``. Such a function has TRL's
             signature: it is called with the keyword arguments ``prompts``, ``completions``, ``completion_ids``,
@@ -89,9 +89,9 @@ class Task(DataKeys):
             a list of numbers, or None for completions that it cannot score. It runs in a process of its own.
         reward_weights: Weight of each reward in the sum; by default 1.
         num_finalists: Number of best jobs by the metric that are scored if ``select_by`` is not ``metric``.
-        num_samples: Number of validation prompts (the first rows) for which the base model, the best adapter and that
-            of the next best job generate greedy answers at the end of the task, for comparison. 0 or None: none. On one
-            GPU only.
+        num_samples: Number of validation prompts (the first rows) for which the base model, the best adapter and the
+            adapter of the next best job generate greedy answers at the end of the task, for comparison. 0 or None:
+            none. On one GPU only.
         sample_max_new_tokens: Maximum length of such an answer, in tokens.
         report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard if it
             is installed. Trackers read their settings from their own environment variables.
@@ -101,7 +101,7 @@ class Task(DataKeys):
             double quantisation) or in 8 bits with bitsandbytes. A model that is quantised on disk needs neither.
         adapter_dtype: Precision of adapters, their gradients and the state of ``adamw_torch``; ``bfloat16`` is PEFT's
             ``autocast_adapter_dtype=False`` on a base model of that precision.
-        optim_state_dtype: Precision of the state of ``adamw_torch``, if it differs from that of the adapters:
+        optim_state_dtype: Precision of the state of ``adamw_torch``, if it differs from the adapters' precision:
             ``bfloat16`` uses stochastic rounding, which is exact on average, and half the memory of ``float32``. None
             uses the adapters' precision, rounded to nearest as in torch. If set, all jobs must use ``adamw_torch``.
         max_slots: Maximum number of resident jobs. None lets the engine decide: as many as fit and make a step faster.
@@ -113,8 +113,8 @@ class Task(DataKeys):
         checkpoint_interval_s: Maximum work, in seconds, that a killed run loses; checkpoints are less frequent if
             writing them would take more than a twentieth of the time.
         keep: The adapters that stay in the run's folder when the task ends. ``winner``: only the winner's.
-            ``finalists``: those of the winner, of jobs that did all their steps, of jobs ranked at the last rung, and
-            of jobs whose answers were scored. ``all``: all adapters, and the states from which jobs are resumed.
+            ``finalists``: the adapters of the winner, of jobs that did all their steps, of jobs ranked at the last
+            rung, and of jobs with scored answers. ``all``: all adapters, and the states from which jobs are resumed.
             Without ``all``, a job that a rule ends loses that state at the next checkpoint, and a finished run accepts
             no further jobs.
 

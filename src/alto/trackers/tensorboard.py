@@ -12,8 +12,9 @@ from alto.trackers.base import JobOutcome, Point, TrackedRun, plain_value
 class TensorBoardTracker:
     """Writes its folder from scratch, even if a run is resumed.
 
-    The event file of a job is opened and closed for each write. torch's ``SummaryWriter`` keeps a thread and an open
-    file for every job, of which there may be thousands, and loses its buffered events when the process is killed.
+    The event file of a job is opened and closed for each write, because there may be thousands of jobs. torch's
+    ``SummaryWriter`` keeps a thread and an open file for every job, and loses its buffered events when the process is
+    killed.
     """
 
     package = "tensorboard"

@@ -72,4 +72,4 @@ class TrackioTracker:
 
 
 def _print_nothing(*_: object, **__: object) -> None:
-    """Do nothing, in place of ``print``."""
+    """Do nothing; a replacement for ``print``."""

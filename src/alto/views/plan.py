@@ -153,7 +153,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _memory_error(memory: MemoryProfile) -> str:
-    """Describe how well the memory model fits the measured steps; two points say nothing, as any line fits them."""
+    """Describe how well the memory model fits the measured steps; say "too few" of two, which a line fits exactly."""
     if len({point.num_tokens for point in memory.points}) == 2:
         return "too few to know the memory estimate error"
     return (

@@ -133,10 +133,10 @@ class PlainQueueView:
 def queue_summary(
     progress: QueueProgress, queue_dir: str | Path | None = None, *, is_live: bool = True, now: float | None = None
 ) -> RenderableType:
-    """Return the table of tasks, and the place of their adapters.
+    """Return the table of tasks, and the folder of their adapters.
 
     Args:
-        queue_dir: The queue's folder; None leaves out the place of the adapters.
+        queue_dir: The queue's folder; None leaves out the folder of the adapters.
         now: Unix time until which running tasks are counted; by default the time of the latest event.
     """
     queue = progress.queue

@@ -51,8 +51,8 @@ class StepShape:
 
 
 def step_shapes(num_jobs: int, largest_batch: int) -> tuple[StepShape, ...]:
-    """Return the step sizes to measure. Each has about twice as many rows as the one before, with alternately the
-    fewest and the most jobs."""
+    """Return the step sizes to measure. Each has about twice as many rows as the previous one. Small and large numbers
+    of jobs alternate."""
     jobs = sorted({2**power for power in range(num_jobs.bit_length())} | {num_jobs})
     sizes = [size for size in _BATCH_SIZES if size <= largest_batch]
     by_rows: dict[int, list[StepShape]] = {}

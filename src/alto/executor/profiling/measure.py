@@ -36,7 +36,7 @@ from alto.scheduler import fit_memory
 from alto.spec import LOAD_IN_4BIT, Task, find_method
 
 MARGIN = 0.9
-"""Share of the device's memory that is planned; the rest is left to allocations that no profile measures."""
+"""Share of the device's memory that a plan may use. The rest is for allocations that are not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,8 +249,11 @@ def _thread_times(
 
 
 def _measured_jobs(task: Task, num_jobs: int, fitting: float, ranks: Ranks) -> int:
-    """Return how many of the task's jobs are measured together on a rank, where ``fitting`` jobs leave half of its
-    memory to steps."""
+    """Return the number of jobs to measure together on a rank.
+
+    Args:
+        fitting: Number of jobs whose slots take half of the rank's memory.
+    """
     of_rank = math.ceil(min(num_jobs, task.max_slots or num_jobs) / ranks.size)
     return -int(ranks.max(-max(1, min(MAX_JOBS, of_rank, int(fitting)))))
 

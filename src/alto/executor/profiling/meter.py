@@ -81,10 +81,9 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def spread_of(durations_s: Sequence[float]) -> float:
-    """Return how much longer the median of ``durations_s``, all above 0, is than their fastest tenth, as a share of the
-    latter.
+    """Return the median of ``durations_s`` relative to their 10th percentile, minus 1. All durations must be above 0.
 
-    Other programs on the machine make steps longer and never shorter, some more than others.
+    The value shows whether other programs use the machine, because these make some steps longer and none shorter.
     """
     fastest = sorted(durations_s)[len(durations_s) // 10]
     return statistics.median(durations_s) / fastest - 1.0

@@ -72,7 +72,7 @@ def disk_notes(needed: int, free: int, folder: Path) -> tuple[str, ...]:
 
 
 def with_free_space(plan: TaskPlan, output_dir: Path) -> TaskPlan:
-    """Return ``plan`` with the free bytes at the place of its run, and a note if they may be too few."""
+    """Return ``plan`` with the free bytes on the disk of its run, and a note if they may not be enough."""
     free = free_bytes(output_dir)
     notes = disk_notes(plan.disk_bytes, free, output_dir.resolve())
     return replace(plan, disk_free_bytes=free, notes=(*plan.notes, *notes))
@@ -353,8 +353,8 @@ def _unsteady_notes(throughput: Throughput) -> tuple[str, ...]:
 
 
 def _with_search(duration_s: float, context: TaskContext) -> float:
-    """Return the seconds with the jobs that the search will add, within its budget; they are assumed to be as long as
-    the jobs that the task begins with."""
+    """Return the duration of the task including the jobs that the search will add within its budget. These jobs are
+    assumed to take as long as the first ones."""
     search, jobs = context.task.search, context.jobs
     duration_s *= search.max_jobs(context.task.search_space) / len(jobs)
     num_rows = len(context.data.train)

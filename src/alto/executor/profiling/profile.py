@@ -43,8 +43,8 @@ _ABOUT = 1.2
 """Ratio from which two lengths count as different."""
 
 _SHAPE_KEYS = ("r", *SHAPE_FIELDS[3:])
-"""Settings of a job that determine which products its adapter adds to a step; a scale factor does not change the
-time."""
+"""Settings of a job that change the products of its adapter, and so the time of a step. Scale factors are left out,
+because they do not change the time."""
 
 _KEYS = ("method", "adapter_dtype", "optim_state_dtype", "gradient_checkpointing", "max_slots", "tenant")
 """Settings of a task that affect the memory and time of its steps, in addition to base model, jobs and row lengths. The
@@ -307,14 +307,13 @@ def _ask_child(request: str, on_progress: Callable[[float], None]) -> tuple[int,
 
 
 _EVERY = 8
-"""One step out of this many is recorded; counting the tokens of every step would take too much time."""
+"""Interval of the recorded steps. Counting the tokens of every step would take too much time."""
 
 _LEAST, _MOST = 8, 512
 """Smallest number of recorded steps for a correction, and number of latest steps that the correction uses."""
 
 _CLOSE = 0.1
-"""Relative difference below which durations are not corrected, because the throughput model is not more exact than
-this."""
+"""Relative difference below which durations are not corrected, because the throughput model has errors of this size."""
 
 
 class StepTimes:

@@ -205,7 +205,7 @@ def decode_only(
 
 
 def event_from(name: str, facts: Mapping[str, Any]) -> Event:
-    """Return the event of that name with these fields, all of which must be known.
+    """Return the event of that name with these fields; unknown fields are an error.
 
     Raises:
         TypeError: The event has no such field, or a field is missing or has another type.

@@ -160,7 +160,7 @@ class StartMeasurement:
     Attributes:
         jobs: Job ids.
         validation_loss: Nats per trained token; for pairs, in the unit of their loss.
-        metrics: Metrics of the method beside the loss, by name.
+        metrics: Metrics of the method other than the loss, by name.
         metric_rows: The task's metric on every validation row, in order; empty if the metric is the loss.
         loss_rows: Loss of every validation row, four significant digits.
         test_loss: Loss on the test rows; None if there are none.

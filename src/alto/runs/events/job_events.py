@@ -82,7 +82,7 @@ class JobEvaluated(RunEvent):
         train_ema: Exponentially smoothed training loss, nats per token.
         validation_loss: Loss on the validation rows, not smoothed, nats per token.
         is_best: Whether it is the best of the job so far; None if the journal does not have it.
-        metrics: Metrics of the method beside the loss, by name.
+        metrics: Metrics of the method other than the loss, by name.
         metric_rows: The task's metric on every validation row, in order; empty if the metric is the loss.
         loss_rows: Losses of single rows. If the task has an order of evaluation: those of the first rows in that order,
             as many as this evaluation used, with six significant digits. Otherwise: those of all validation rows, with
@@ -117,7 +117,7 @@ class BestMeasured(RunEvent):
         job: Job id.
         step: Step of its best evaluation.
         validation_loss: Loss on these rows, nats per token.
-        metrics: Metrics of the method beside the loss, by name.
+        metrics: Metrics of the method other than the loss, by name.
         loss_rows: Loss of each of these rows, the first in the order of evaluation, with six significant digits.
         test_loss: Loss on the test rows; None if it was not measured.
         test_rows: Loss of every test row, four significant digits; empty if ``test_loss`` is None.
@@ -228,7 +228,7 @@ class JobAdded(RunEvent):
     copy of a better job with which a population continues.
 
     Attributes:
-        origin: The job of which it is a clone or copy; None for a suggestion.
+        origin: For a clone or copy: the original job. None for a suggestion.
         warm: Whether it starts with the best weights of ``origin``.
         command: Id of the user's command that made the clone; None for other jobs, or if the journal does not have it.
         forked_at: Step of ``origin`` from which it continues, with its weights and optimizer state; 0 for all other

@@ -18,7 +18,7 @@ class QueueStarted(QueueEvent):
 
     Attributes:
         method: Scheduling method: ``cp-sat``, ``milp``, ``fifo``, ``sjf`` or ``lpt``.
-        devices: ``gpus``, or ``cpu slots`` if CPU slots are used in place of GPUs.
+        devices: ``gpus``, or ``cpu slots`` if CPU slots are used instead of GPUs.
         nodes: The machines and the indices of their GPUs.
         tasks: All tasks, in the order given.
         declared: The largest machines that the cluster had before, if the queue of a service continues another one.
@@ -122,7 +122,7 @@ class AttemptEnded(QueueEvent):
         task: Name of the task in the queue.
         attempt: Same as in ``executor_started``.
         outcome: ``finished``, ``interrupted``, ``failed`` or ``lost``.
-        reason: Why it did not finish, as a sentence; if it finished, problems beside the result.
+        reason: Why it did not finish, as a sentence; if it finished, other problems, such as a missing report.
     """
 
     task: str

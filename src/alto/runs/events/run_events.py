@@ -145,8 +145,8 @@ class ProfileMeasured(RunEvent):
         throughput: Throughput model, in seconds.
         slot_bytes: Memory of one slot.
         max_slots: Slots of the bank.
-        max_tokens_per_step: Most tokens of a step of all residents.
-        max_tokens_per_pass: Most tokens of a micro-batch.
+        max_tokens_per_step: Maximum number of tokens of a step of all residents.
+        max_tokens_per_pass: Maximum number of tokens of a micro-batch.
         gradient_checkpointing: Whether activations are computed again in the backward pass.
         peak_bytes: Expected peak memory.
         duration_s: Seconds of training and evaluation if no job ends early.
@@ -253,7 +253,7 @@ class OutOfMemory(RunEvent):
         phase: ``forward``, ``backward``, ``update``, ``evaluation`` or ``bank``.
         residents: Jobs with rows in the micro-batch, or in the bank, that did not fit.
         num_tokens: Tokens of the micro-batch that did not fit; 0 if the failed work was not a micro-batch.
-        max_tokens_per_pass: Most tokens of a micro-batch from now on.
+        max_tokens_per_pass: Maximum number of tokens of a micro-batch from now on.
         num_slots: Slots of the bank from now on; None if the number is unchanged.
     """
 

@@ -120,7 +120,7 @@ class Bin:
     """An executor and the tasks planned for it.
 
     Attributes:
-        tasks: The planned tasks, all of which may share.
+        tasks: The planned tasks; all of them may share.
         executor: The running executor that they join; empty: a new one.
         running: Sharing facts of the tasks that already run in it.
     """
@@ -137,9 +137,11 @@ class Bin:
 
 
 def divide(demands: Sequence[TaskDemand], bins: Sequence[Bin], loads_s: Sequence[float]) -> Division:
-    """Put each task into the bin with the least load that can hold it, the largest own work first, and return the bins.
+    """Put each task into the bin with the least load that can hold it, and return the bins. Tasks with the most own
+    work come first.
 
-    A task that no bin can hold gets a new one. The steps of a bin are paid once, so only its first task counts in full.
+    A task that fits into no bin gets a new one. The tasks of a bin share its steps, so only its first task adds the
+    time of steps.
 
     Args:
         demands: Tasks that may all share.

@@ -44,10 +44,12 @@ def balanced_reservations(
 ) -> list[Reservation]:
     """Move and swap tasks between nodes so that the last node ends sooner, and return the new reservations.
 
-    The tasks of one node are stacked by width: the widest last, and among equals the longest last, each on the GPUs
-    that are free first, counted from the end. If widths divide each other, no GPU waits in between, and the node ends
-    when its fullest GPU does. Moves and swaps are tried at random. One is kept if the later of its two nodes ends
-    sooner than before, or only a little later. That tolerance shrinks to zero (annealing), and then starts over.
+    The tasks of one node are stacked backwards from its end: first the task with the most GPUs, then the others by
+    decreasing number of GPUs; among equals, the longest first. Each takes the GPUs with the lowest stacks. If the
+    numbers of GPUs divide each other, no GPU waits in between, and the node ends when its fullest GPU does.
+
+    Moves and swaps are tried at random. One is kept if the later of its two nodes ends sooner than before, or only a
+    little later. This tolerance shrinks to zero (annealing), and then starts over.
 
     Args:
         reservations: Reservations on one node each, without releases, quotas or tasks of a higher priority in the way.
@@ -124,8 +126,8 @@ class _Stack:
 
 
 def _stack(columns: list[tuple[float, float]], demand: TaskDemand) -> float:
-    """Put a task on the lowest of the columns, which are ``(free_at + load, load)`` in rising order; return its upper
-    edge."""
+    """Put a task on the lowest of the columns, which are ``(free_at + load, load)`` in increasing order; return its
+    upper edge."""
     width = demand.num_gpus
     upper = max(load for _, load in columns[:width]) + demand.duration_s
     columns[:width] = [(total - load + upper, upper) for total, load in columns[:width]]

@@ -20,7 +20,7 @@ class TaskDemand(Demand):
 
     Attributes:
         release_s: Earliest start, in seconds from now.
-        sharing: Facts for sharing an executor, which only tasks on one GPU do; None: the task has its own executor.
+        sharing: Data for sharing an executor, only for tasks on one GPU; None: the task has its own executor.
         is_on_one_node: Whether all its GPUs must be on one node. A queue lets it wait while no node is large enough.
     """
 
@@ -64,7 +64,7 @@ class SchedulingProblem:
 
     Attributes:
         nodes: Nodes that have GPUs; nodes without GPUs are dropped.
-        quotas: Most GPUs that a tenant holds at a time; a tenant that is not listed has no limit.
+        quotas: Maximum number of GPUs that a tenant holds at a time; other tenants have no limit.
 
     Raises:
         SpecError: A name or a GPU is given twice; a duration, a quota or a sharing value is out of bounds; tasks of one

@@ -1,4 +1,4 @@
-"""Scheduling problems and schedules in which executors take the place of tasks that share."""
+"""Scheduling problems and schedules with one entry per executor; tasks that share an executor are one entry."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Colocation:
-    """A scheduling problem with executors in the place of tasks.
+    """A scheduling problem with one entry per executor instead of one per task.
 
     Attributes:
-        problem: The problem without sharing. One waiting task represents each new group, and one running task each
-            running executor, which runs longer if tasks join it. Tasks that join do not wait.
+        problem: The problem without sharing. Each new group is one waiting task. Each running executor is one running
+            task, with a longer duration if tasks join it. Joining tasks are not among the waiting tasks.
         groups: New groups of two or more tasks; in `problem`, each has the name of its first task.
     """
 
@@ -104,7 +104,7 @@ class Kind:
 
 
 def kind_of(problem: SchedulingProblem, task: TaskDemand | RunningTask) -> Kind | None:
-    """Return the kind of tasks that may share with ``task``; None if none may."""
+    """Return the kind of tasks that may share an executor with ``task``; None if ``task`` cannot share."""
     num_gpus = task.num_gpus if isinstance(task, TaskDemand) else len(task.gpus)
     if task.sharing is None or num_gpus != 1:
         return None
@@ -220,8 +220,7 @@ def _placements(group: Group, gpus: tuple[Gpu, ...], start_s: float, executor: s
 
 _MAX_TRIES = 400
 _MAX_PLACED = 25_000
-"""Limits of the divisions tried in all, each of which costs a list schedule, and of the tasks placed in these
-schedules."""
+"""Maximum number of divisions that are tried, and of tasks that are placed in their list schedules."""
 
 _LEAST_TRIES = 4
 """Divisions that are tried for each kind of tasks, if there are many kinds."""
@@ -237,7 +236,7 @@ _ROUNDING = 1e-9
 
 
 def apart(problem: SchedulingProblem) -> Colocation:
-    """Return the problem with every waiting task in its own executor that no other task joins."""
+    """Return the problem without sharing: every waiting task has its own executor."""
     return composed(problem, running_executors(problem))
 
 
@@ -248,13 +247,15 @@ def colocated(problem: SchedulingProblem) -> Colocation:
     together; a tenant with a quota shares only with itself. Tasks join a running executor only if no task of a higher
     priority waits, because they delay what follows on its GPU.
 
-    The kinds of tasks are searched in order: the highest priority first, then the most work. For each kind, ever fewer
-    new executors are tried, with and without the running ones, and the tasks are divided so that own work is even
-    (:func:`divide`). Then tasks are moved and swapped one by one as long as that helps. A division is kept if, by the
-    list schedule ``lpt``, the tasks of its own and higher priorities end sooner, and no priority ends later than with
-    all tasks apart. So no task shares for the benefit of a lower priority, and the makespan of ``lpt`` is never above
-    that of tasks apart. Ends of joined executors count too. If ends are equal, the division with fewer shared tasks
-    wins.
+    The kinds of tasks are searched in order: the highest priority first, then the most work. For each kind, smaller and
+    smaller numbers of new executors are tried, with and without the running ones. The tasks are divided so that every
+    executor has about the same work (:func:`divide`). Then tasks are moved and swapped one by one as long as that
+    helps.
+
+    A division is kept if two conditions hold in the list schedule ``lpt``: the tasks of its own and higher priorities
+    end sooner, and no priority ends later than without sharing. So no task shares for the benefit of a lower priority,
+    and the makespan of ``lpt`` is never above the makespan without sharing. Ends of joined executors count too. If ends
+    are equal, the division with fewer shared tasks wins.
     """
     executors = running_executors(problem)
     kinds: dict[Kind, list[TaskDemand]] = {}
@@ -295,8 +296,8 @@ class _Best:
         self._apart = self._ends = self._ends_of(self.colocation)
 
     def take_if_better(self, groups: Sequence[Group], priority: int) -> bool:
-        """Take ``groups`` if they are better for tasks of ``priority`` and higher, and return whether; counts as a
-        try."""
+        """Keep ``groups`` if they are better for tasks of ``priority`` and higher. Return whether they were kept. The
+        call counts as a try."""
         self.num_left -= 1
         if any(group.end_s > MAX_DURATION_S for group in groups):
             return False
@@ -398,10 +399,10 @@ class _DivisionSearch:
 
 
 def _counts(num_tasks: int, num_gpus: int, *, has_running: bool) -> list[int]:
-    """Return the numbers of new executors to try, falling: all numbers if there are few tasks, else fewer.
+    """Return the numbers of new executors to try, in decreasing order.
 
-    With many tasks, each number is smaller than the one before by a constant factor; one and two executors per GPU are
-    tried too if they are within the limits.
+    With few tasks, these are all numbers. With many tasks, each number is smaller than the previous one by a constant
+    factor; one and two executors per GPU are tried too if they are within the limits.
     """
     least = 0 if has_running else 1
     most = num_tasks if has_running else num_tasks - 1
@@ -419,7 +420,7 @@ def _num_shared(groups: Iterable[Group]) -> int:
 
 
 def _is_less(found: Sequence[float], best: Sequence[float]) -> bool:
-    """Return whether the first number that differs by more than rounding is the smaller one."""
+    """Compare two lists of numbers in order, ignoring differences by rounding; return whether ``found`` is less."""
     for one, other in zip(found, best, strict=True):
         if abs(one - other) > _ROUNDING * max(abs(one), abs(other)):
             return one < other

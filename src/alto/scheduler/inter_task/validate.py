@@ -93,7 +93,7 @@ def _check_gpus(problem: SchedulingProblem, placement: Placement) -> None:
     if unknown:
         raise ScheduleError(f"{where}: expected GPUs of the cluster, found {min(unknown)}")
     if placement.gpus != tuple(sorted(placement.gpus)):
-        raise ScheduleError(f"{where}: expected GPUs in rising order, found {placement.gpus}")
+        raise ScheduleError(f"{where}: expected GPUs in increasing order, found {placement.gpus}")
     largest_first = sorted((len(node.gpus) for node in problem.nodes), reverse=True)
     least = next(
         number for number, held in enumerate(itertools.accumulate(largest_first), 1) if held >= len(placement.gpus)

@@ -91,7 +91,7 @@ _OVERRUN = 0.1
 """Estimated remaining time of a task that has exceeded its estimate, as a share of its time so far."""
 
 _Key = tuple[str, str]
-"""Executor name and an empty string, or an empty name and the only task of the executor."""
+"""Key of an executor: its name and an empty string; without a name, an empty string and the name of its only task."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Executors:
     updated by the model of time (:func:`finish_times_s`).
 
     Args:
-        quotas: Most GPUs of a tenant at a time; the GPUs of a shared executor count once.
+        quotas: Maximum number of GPUs of a tenant at a time; the GPUs of a shared executor count once.
     """
 
     def __init__(self, pool: GpuPool, quotas: Mapping[str, int]) -> None:

@@ -113,7 +113,7 @@ class QueueSettings:
     """The settings of a queue for planning and retries.
 
     Attributes:
-        quotas: Most GPUs that a tenant holds at a time; a tenant that is not listed has no limit.
+        quotas: Maximum number of GPUs that a tenant holds at a time; other tenants have no limit.
         estimate_change: Relative change of a task's estimated duration above which a new plan is made.
         max_attempts: Number of failures after which a task is given up, at the end of the pause after its last failure.
             An attempt that lost one of its GPUs does not count, even if the loss is reported during that pause. All

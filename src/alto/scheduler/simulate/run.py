@@ -161,7 +161,8 @@ def smallest_cluster(
     early_exit: bool,
     on_progress: Callable[[int, int, int], None] | None = None,
 ) -> Capacity:
-    """Find by bisection the fewest nodes with which 95 % of the simulations end within ``within_s`` seconds.
+    """Find by bisection the smallest number of nodes with which 95 % of the simulations end within ``within_s``
+    seconds.
 
     Args:
         within_s: Largest allowed makespan in seconds.

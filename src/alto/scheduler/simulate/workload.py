@@ -16,7 +16,7 @@ _Z99 = 2.3263478740408408
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTask:
-    """The true properties of a task, some of which the queue cannot observe.
+    """The true properties of a task. The queue cannot observe some of them.
 
     Attributes:
         name: Unique name, numbered in the order of arrival.

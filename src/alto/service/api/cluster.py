@@ -53,7 +53,7 @@ class ClusterView:
 
     def planned(self) -> list[Placement]:
         """Return each task's placement in the first plan that holds it. Tasks without a measured duration are left out,
-        because their plans rest on a guess."""
+        because their plans are based on a guess."""
         return [task.first_plan for task in self.tasks if task.first_plan is not None and is_measured(task)]
 
     def actual(self) -> list[Placement]:
@@ -68,7 +68,7 @@ def is_measured(task: TaskHistory) -> bool:
 
 
 def job_of(task: str) -> str:
-    """Return the id of the job that the control plane knows as ``task``, a name that changes whenever it is resumed."""
+    """Return the id of the job with the name ``task`` in the control plane. This name changes at every resumption."""
     return task.partition(".")[0]
 
 

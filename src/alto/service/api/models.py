@@ -38,7 +38,7 @@ _TEXTS = frozenset({_CONFIG, "README.md", "config.json"})
 
 
 def texts_without_paths(service: Service, model: ModelRow, folder: str, names: Iterable[str]) -> dict[str, bytes]:
-    """Return contents by name that replace the stored files which contain paths of this machine.
+    """Return new contents, by name, for the stored files that contain paths of this machine.
 
     The stored files stay unchanged, because merged weights and vLLM need these paths.
 

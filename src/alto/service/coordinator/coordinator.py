@@ -137,7 +137,7 @@ def _report(error: Exception) -> None:
     if is_of_service(error):
         _LOG.warning("no server can lead: %s", first_line(error))
     elif isinstance(error, AltoError):
-        _LOG.error("this server drives no cluster, and tries again: %s", error)
+        _LOG.error("this server has no cluster, and tries again: %s", error)
     else:
         _LOG.error("the coordinator restarts after an error", exc_info=error)
 
@@ -315,7 +315,7 @@ class Coordinator:
     # -- jobs of the control plane ---------------------------------------------------------------------------------
 
     def _submit_wanted(self, plane: ControlPlane) -> None:
-        """Submit the jobs whose turn it is, and take back waiting jobs whose turn it is not."""
+        """Submit the jobs that come next, and withdraw waiting jobs that do not come next any more."""
         num_gpus, most = plane.capacity()
         states = plane.states()
         begun = {job: live for job, live in self._live.items() if not states[live.run_name].is_new}
@@ -360,8 +360,8 @@ class Coordinator:
                     return
                 row.lease += 1
                 lease = row.lease
-                # Before the commit, while no other server can become the leader: so a former leader, which fails above,
-                # cannot overwrite a newer lease.
+                # Written before the commit, while no other server can become the leader. A previous leader fails above,
+                # so it cannot overwrite a newer lease.
                 run.lease(lease)
             run_name = f"{job.id}.{lease}"
             plane.submit(run_name, root, task, priority=level, shares_with=self._shares_with(job.tenant))

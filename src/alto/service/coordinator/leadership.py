@@ -2,8 +2,8 @@
 
 Leadership is a lease in the database, which its holder renews. Only the database's clock decides whether the lease has
 expired, so the clocks, hosts and process ids of the servers do not matter: servers in two containers may have the same
-host name and process id. Every leader gets a larger number than the one before, its epoch. A transaction of a former
-leader finds a newer epoch and is refused; executors that it started are fenced by the leases of the runs.
+host name and process id. Every leader gets a larger number than the previous one, its epoch. A transaction of a
+previous leader finds a newer epoch and is refused; the leases of the runs keep its executors from writing.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Leadership:
             )
 
     def release(self) -> None:
-        """Give up leadership, so that another server can lead at once."""
+        """Give up leadership, so that another server can lead without waiting for the lease to end."""
         if self._epoch is None:
             return
         with self._store.writing() as session:

@@ -105,7 +105,7 @@ class Projection:
                 )
             case journaled.JobReopened(job=job) | journaled.JobAdded(job=job):
                 self._ended.discard(job)
-                note(f"Configuration {job} joins the training", data={"job": job})
+                note(f"Configuration {job} was added to the training", data={"job": job})
             case journaled.OutOfMemory():
                 note("Memory ran out; training continues with fewer configurations at a time", level="warn")
 

@@ -110,7 +110,7 @@ def _new_view(history: RunHistory, status: str) -> RunView:
 
 
 def _closed(history: RunHistory, status: str) -> RunHistory:
-    """Return a history in which all jobs of a failed or cancelled task have ended, which its journal does not say."""
+    """Return the history of a failed or cancelled task with all its jobs ended. Its journal has no events for this."""
     reason = _ENDS.get(status)
     if reason is None:
         return history

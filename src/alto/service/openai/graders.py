@@ -92,7 +92,7 @@ def select_by_of(value: Any) -> Any:
 
 
 def check_grader(grader: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Check a grader as if it were that of a job with the method ``reinforcement``, or ``select_by`` of another job.
+    """Check a grader as in a job with the method ``reinforcement``, or as ``select_by`` of another job.
 
     Args:
         own: Graders of the service; see :class:`alto.service.settings.ServiceSettings`.

@@ -106,7 +106,7 @@ class JobRequest(BaseModel):
         """Return the grader of the method ``reinforcement``.
 
         Raises:
-            ApiError: There is none.
+            ApiError: The request has no grader.
         """
         if self.method is None or self.method.reinforcement is None:
             raise refused(

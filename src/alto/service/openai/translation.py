@@ -388,7 +388,7 @@ def _is_searched(name: str, value: Any) -> bool:
 
 
 def _searched(name: str, value: Any) -> Any:
-    """Return ``value``, with the usual values in place of ``auto``."""
+    """Return ``value``, with ``auto`` replaced by the usual values."""
     if value != _AUTO:
         return value
     if name == "learning_rate":

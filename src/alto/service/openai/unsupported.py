@@ -36,8 +36,8 @@ def delete_permission(caller: Reader, checkpoint: str, permission: str) -> None:
 
 def _not_shared() -> ApiError:
     return refused(
-        "permissions: expected no shared checkpoints, as tenants are kept apart, found a request for them; download "
-        "the adapter from /api/models and pass it on",
+        "permissions: expected no request to share a checkpoint, found one; tenants of this service are isolated: "
+        "download the adapter from /api/models, and pass it on",
         "checkpoint",
         "unsupported",
     )

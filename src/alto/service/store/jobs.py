@@ -197,7 +197,7 @@ def resume_job(session: Session, tenant: str, job: str) -> JobRow:
 
 
 def _changed(session: Session, tenant: str, job: str, to: Mapping[str, str], what: str) -> tuple[JobRow, str]:
-    """Set a job's status to the value that ``to`` gives for its current one. Return the row and the former status."""
+    """Set a job's status to ``to[current status]``. Return the row and the previous status."""
     find_job(session, tenant, job)
     row = lock_job(session, job)
     assert row is not None, "rows of jobs stay"

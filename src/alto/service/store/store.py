@@ -30,8 +30,8 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_S = 30.0
 """Longest wait for another writer of an SQLite file."""
 STALLED_S = 30.0
-"""Seconds of inactivity after which PostgreSQL aborts a transaction. Otherwise a leader that hangs, or whose machine is
-gone, would keep the leader's row locked, and no server could lead."""
+"""Seconds of inactivity after which PostgreSQL aborts a transaction. Otherwise, if the leader hangs or its machine is
+lost, the leader's row would stay locked, and no other server could lead."""
 
 _WRITES = "alto_writes"
 _COMMON: Mapping[str, Any] = {"hide_parameters": True}

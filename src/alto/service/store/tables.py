@@ -240,7 +240,7 @@ class AliasRow(Base):
 
 
 class ReplayRow(Base):
-    """The object that a request has created, so that repetitions of the request create nothing.
+    """The object that a request has created. If the request is repeated, nothing is created.
 
     Attributes:
         digest: SHA-256 of tenant, path, and the idempotency key or the body.

@@ -177,8 +177,8 @@ async def _answered(upstream: Upstream, path: str, body: dict[str, Any]) -> Resp
     if reply.status == 404:
         raise ApiError(
             400,
-            "model: expected a model that answers, found that the vLLM server has lost it, such as after a restart; it "
-            "is registered again automatically: try again soon",
+            "model: expected a model that answers, found that the vLLM server has lost it, perhaps by a restart. It is "
+            "registered again automatically; try again soon",
             param="model",
             code=NOT_READY,
         )

@@ -51,7 +51,7 @@ def move_alias(session: Session, model: ModelRow, job: JobRow) -> str | None:
 
 
 def settle_aliases(session: Session) -> None:
-    """Point aliases of deleted models to the newest ready model, and delete aliases for which there is none."""
+    """Point aliases of deleted models to the newest ready model; if there is no such model, delete the alias."""
     statement = select(AliasRow).join(ModelRow, ModelRow.id == AliasRow.model).where(ModelRow.deleted_at.is_not(None))
     for alias in session.scalars(statement.with_for_update(of=AliasRow)).all():
         newest = session.scalar(
@@ -239,7 +239,8 @@ class Registrar:
         return path
 
     async def _point(self, server: VllmServer) -> None:
-        """Make the aliases of the cache those of the database, and let the server look for changed ones again."""
+        """Update the aliases of the cache from the database, and unload changed aliases, so that the server looks for
+        them again."""
         if self._cache is None:
             return
         with self._service.store.reading() as session:
@@ -349,7 +350,7 @@ def _check_served(config: Mapping[str, Any]) -> None:
     """Check that vLLM can serve an adapter with this ``adapter_config.json``.
 
     Raises:
-        AdapterRefusedError: It cannot.
+        AdapterRefusedError: vLLM cannot serve it.
     """
     settings = unserved_by_vllm(config)
     if settings:
