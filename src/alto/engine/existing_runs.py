@@ -389,11 +389,11 @@ def _of_folder(adapter: SavedAdapter, *, base: str | None, trust_remote_code: bo
         raise SpecError(
             f"base: expected {adapter.config_file} to name the base model, found that it does not; name it with --base"
         )
-    template = chat_template_beside({"adapter": adapter.folder})
+    spec = BaseModelSpec(id=model, trust_remote_code=trust_remote_code)
     return Winner(
         name=default_name(adapter.folder),
         adapter=adapter,
-        base=BaseModelSpec(id=model, trust_remote_code=trust_remote_code, chat_template=template),
+        base=replace(spec, chat_template=chat_template_beside({"adapter": adapter.folder}, spec)),
         is_base_named=base is not None,
         named_labels=labels_beside(adapter.folder) if adapter.has_head else None,
         data=_rows_beside(adapter.folder),
