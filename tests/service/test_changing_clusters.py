@@ -20,8 +20,10 @@ from alto.engine.queue_setup import QueueSetup
 from alto.errors import ClusterLostError, SpecError
 from alto.records import Gpu, Node
 from alto.service.coordinator import coordinator as coordinating
+from alto.service.coordinator import leadership
 from alto.service.coordinator.coordinator import OpenPlane
 from alto.service.store.jobs import ENDED
+from alto.service.store.tables import LeaderRow
 from benchmarks.service.plane import simulated_plane
 from benchmarks.service.simulated_cluster import SimulatedCluster
 
@@ -182,6 +184,74 @@ def test_a_server_is_ready_once_it_is_connected(tmp_path: Path) -> None:
             go_on.set()
         wait_for(lambda: ready(service) == (200, []))
         assert ready(other) == (200, [])
+
+
+class DatabaseClock:
+    """A clock of the database that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1e9
+        monkeypatch.setattr(leadership, "database_time", lambda session: self.now_s)
+
+
+def leader_of(service: Served) -> tuple[int, float]:
+    """Return the epoch of the leader, and the time of its last renewal."""
+    with service.service.store.reading() as session:
+        row = session.get(LeaderRow, 1)
+    return (0, 0.0) if row is None else (row.epoch, row.renewed_at)
+
+
+def test_a_leader_that_connects_slowly_keeps_its_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, go_on, lease_s = DatabaseClock(monkeypatch), threading.Event(), 0.7
+    opened = plane_of(tmp_path, Machines({"machine": 1}))
+
+    @contextlib.contextmanager
+    def slow(epoch: int) -> Iterator[ControlPlane]:
+        go_on.wait()
+        with opened(epoch) as plane:
+            yield plane
+
+    with (
+        served(tmp_path, open_plane=slow, lease_s=lease_s) as first,
+        served(tmp_path, open_plane=slow, lease_s=lease_s) as second,
+    ):
+        try:
+            wait_for(lambda: leader_of(first)[0] == 1)
+            for _ in range(4):
+                clock.now_s += 0.9 * lease_s  # twice this time without a renewal, and the other server leads
+                wait_for(lambda: leader_of(first) in ((1, clock.now_s), (2, clock.now_s)), timeout_s=30)
+                assert leader_of(first)[0] == 1
+        finally:
+            go_on.set()
+        wait_for(lambda: ready(first) == ready(second) == (200, []))
+        assert leader_of(first)[0] == 1
+
+
+def test_a_leader_that_cannot_connect_leaves_the_lead_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, go_on, lease_s = DatabaseClock(monkeypatch), threading.Event(), 0.7
+    attempts: list[int] = []
+
+    @contextlib.contextmanager
+    def failing(epoch: int) -> Iterator[ControlPlane]:
+        attempts.append(epoch)
+        if len(attempts) > 1:
+            go_on.wait()
+        raise SpecError("cluster: expected a cluster, found none")
+        yield
+
+    opened = plane_of(tmp_path, Machines({"machine": 1}))
+    with served(tmp_path, open_plane=failing, lease_s=lease_s) as first:
+        try:
+            wait_for(lambda: len(attempts) > 1)
+            assert "alto-lease" not in {thread.name for thread in threading.enumerate()}, "it renews no more"
+            with served(tmp_path, open_plane=opened, lease_s=lease_s) as second:
+                clock.now_s += lease_s
+                wait_for(lambda: ready(second) == (200, []))
+                assert leader_of(first)[0] == 2
+        finally:
+            go_on.set()
 
 
 def test_a_lost_connection_is_reported_until_it_is_back_and_jobs_go_on(

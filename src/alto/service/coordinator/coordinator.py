@@ -169,6 +169,7 @@ class Coordinator:
         self._num_delays: Counter[str] = Counter()
         self._silent_since: float | None = None
         self._house_at = 0.0
+        self._tried_epoch: int | None = None
         self.plane: ControlPlane | None = None
         self.failure: BaseException | None = None
         """The error that keeps this server from leading; None if all is well. Errors of single jobs do not count."""
@@ -205,7 +206,7 @@ class Coordinator:
     def _lead(self) -> None:
         _LOG.info("this server leads")
         with (
-            self._open_plane(self._leadership.epoch) as plane,
+            self._connected() as plane,
             ThreadPoolExecutor(2, "alto-checks") as pool,
             registering(self._service),
         ):
@@ -222,6 +223,18 @@ class Coordinator:
                 self._note_ends(plane)
             finally:
                 self.plane = None
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[ControlPlane]:
+        """Yield the control plane of this leader. Its first attempt to connect may take longer than the lease; after a
+        failed attempt, another server may lead when the lease has ended."""
+        epoch = self._leadership.epoch
+        is_first, self._tried_epoch = epoch != self._tried_epoch, epoch
+        with contextlib.ExitStack() as opened:
+            with self._leadership.renewed() if is_first else contextlib.nullcontext():
+                plane = opened.enter_context(self._open_plane(epoch))
+            self._tried_epoch = None
+            yield plane
 
     def _turn_in_patience(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
         """Run one turn; while the database does not answer for a short time, executors continue."""
