@@ -75,13 +75,13 @@ def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def serving(root: Path, machines: Machines, *, strategy: str = "single") -> Iterator[Served]:
-    with served(root, open_plane=plane_of(root, machines, strategy=strategy)) as service:
+def serving(root: Path, present: Machines, *, strategy: str = "single", **own: Any) -> Iterator[Served]:
+    with served(root, open_plane=plane_of(root, present, strategy=strategy, **own), cluster="auto", **own) as service:
         yield service
 
 
-def plane_of(root: Path, machines: Machines, *, strategy: str = "single") -> OpenPlane:
-    return simulated_plane(root, machines.cluster, strategy=strategy)
+def plane_of(root: Path, present: Machines, *, strategy: str = "single", **own: Any) -> OpenPlane:
+    return simulated_plane(root, present.cluster, strategy=strategy, **own)
 
 
 def create(service: Served, num_gpus: int, seed: int = 1) -> str:
@@ -148,6 +148,30 @@ def test_machines_are_remembered_by_the_next_server(tmp_path: Path) -> None:
         job = create(service, 4)
         wait_for(lambda: status(service, job) == "queued")
         machines.present = {"small": 1, "large": 3}
+        assert service.finished(service.client(), job).status == "succeeded"
+
+
+def test_machines_that_are_gone_for_good_are_named_in_the_settings(tmp_path: Path) -> None:
+    present = Machines({"small": 1, "large": 3})
+    with serving(tmp_path, present, strategy="adapter_parallel") as service:
+        wait_for(lambda: ready(service)[0] == 200)
+        lose(service, present, "large")
+        waiting = create(service, 3)
+        wait_for(lambda: status(service, waiting) == "queued")
+    with serving(tmp_path, present, strategy="adapter_parallel", machines=(1,)) as service:
+        for job in (waiting, create(service, 3)):
+            found = service.finished(service.client(), job)
+            assert found.status == "failed"
+            assert "expected num_gpus from 1 to 1 (all GPUs of the cluster), found 3" in found.error.message
+        assert service.finished(service.client(), create(service, 1)).status == "succeeded"
+
+
+def test_machines_that_never_were_there_can_be_waited_for(tmp_path: Path) -> None:
+    present = Machines({"small": 1})
+    with serving(tmp_path, present, strategy="adapter_parallel", machines=(1, 3)) as service:
+        job = create(service, 3)
+        wait_for(lambda: status(service, job) == "queued")
+        present.present = {"small": 1, "large": 3}
         assert service.finished(service.client(), job).status == "succeeded"
 
 

@@ -215,6 +215,7 @@ class Coordinator:
             self._num_delays, self._silent_since = Counter(), None
             try:
                 self._limit_tenants(plane)
+                self._fail_too_large(plane)
                 while not self._is_stopping.is_set():
                     self._service.work.clear()
                     self._turn_in_patience(plane, pool)
@@ -324,6 +325,18 @@ class Coordinator:
                     _LOG.info("job %s of tenant %s is queued", job.id, job.tenant)
             self._num_delays.pop(job.id, None)
         self._service.work.set()
+
+    def _fail_too_large(self, plane: ControlPlane) -> None:
+        """Fail jobs that do not fit on the machines of the settings: they would wait forever."""
+        if self._service.settings.machines is None:
+            return
+        _, most = plane.capacity()
+        with self._service.store.reading() as session:
+            rows = session.scalars(select(JobRow).where(JobRow.status.in_(("queued", "running"))))
+            waiting = [row for row in rows if row.task.get("num_gpus", 1) > most]
+        for row in waiting:
+            with self._alone(row, "invalid_job"):
+                plane.check(settled_task(self._service, row))
 
     # -- jobs of the control plane ---------------------------------------------------------------------------------
 
