@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from alto.artifacts import Rows, Winner
-from alto.backbone import base_fingerprint
+from alto.backbone import base_fingerprint, limits_of, load_config, load_tokenizer
 from alto.base import read_json
-from alto.data import read_heldout_rows, read_task_rows
+from alto.data import HeldoutRows, digest_of, read_heldout_rows, read_task_rows
 from alto.errors import ModelNotFoundError, RunError, RunNotFoundError, SpecError, UnsupportedError
 from alto.evaluation import (
     EvaluationSettings,
@@ -317,6 +317,7 @@ def evaluate_adapters(
         scoring=task.scoring,
         on_progress=on_progress,
     )
+    result = replace(result, notes=_row_notes(rows, target.run_dirs, target.base_model))
     baseline_found = [] if result.baseline is None else [result.baseline]
     for evaluated in result.adapters:
         for evaluation in (*baseline_found, evaluated.evaluation):
@@ -324,6 +325,26 @@ def evaluate_adapters(
     for run_dir in target.run_dirs:
         write_report(run_dir)
     return result
+
+
+def _row_notes(rows: HeldoutRows, run_dirs: Sequence[Path], base: BaseModelSpec) -> tuple[str, ...]:
+    """Return a notice if a run's held-out rows are not those that it began with; none if its journal does not say."""
+    if rows.own is None:
+        return ()
+    (run_dir,), split = run_dirs, "test" if rows.own.test else "validation"
+    with contextlib.suppress(RunNotFoundError):  # without the journal there is no fingerprint to compare with
+        started = _started(RunDir(run_dir))
+        before = None if started is None else started.data.get(f"{split}_fingerprint")
+        if before is None:
+            return ()
+        found = rows.own.encode_held_out(load_tokenizer(base), limits_of(load_config(base)))
+        if digest_of(found) != before:
+            return (
+                f"{rows.name}: expected the {split} rows that the run {run_dir} began with, found different rows or "
+                "tokens; the adapter may have been trained on some of them. Put the files back as they were, or name "
+                "other rows with --dataset.",
+            )
+    return ()
 
 
 def find_winner(
