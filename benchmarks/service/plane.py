@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +28,18 @@ class _Setup(QueueSetup):
             yield self.given
 
 
-def simulated_plane(root: Path, new_cluster: Callable[[], Cluster], *, strategy: str = "single") -> OpenPlane:
+def simulated_plane(
+    root: Path,
+    new_cluster: Callable[[], Cluster],
+    *,
+    strategy: str = "single",
+    machines: Sequence[int] | None = None,
+) -> OpenPlane:
     """Open a control plane on a new simulated cluster; ``root`` is the service's data folder."""
 
     def opened(epoch: int) -> contextlib.AbstractContextManager[ControlPlane]:
         setup = _Setup(strategy=strategy, cluster="simulated", total_gpus=None, quotas={}, given=new_cluster())
-        return opened_control_plane(setup, control_folder(root, epoch), method="lpt", before=history_before(root))
+        folder, before = control_folder(root, epoch), history_before(root)
+        return opened_control_plane(setup, folder, method="lpt", before=before, machines=machines)
 
     return opened

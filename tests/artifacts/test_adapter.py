@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from alto.artifacts.adapter import export_best
 from alto.artifacts.card import ModelUse
+from alto.backbone import load_tokenizer
+from alto.errors import RunWriteError
 from alto.records import ExitReason, JobResult, LabelSet, TaskOutcome
+from alto.spec import BaseModelSpec
 
+BASE = BaseModelSpec(id="alto-tiny")
 USE = ModelUse(model_class="AutoModelForCausalLM", has_template=True)
+TOKENIZER = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
 CONFIG = {"learning_rate": 3e-4, "r": 8, "target_modules": "all-linear"}
 
 
@@ -63,15 +69,16 @@ def base_model_of(folder: Path) -> str:
 
 
 def export(result: TaskOutcome, best_of_job: Path, **facts: Any) -> Path:
-    known = {"model": "m", "use": USE, "dataset": "d", "method": "sft"}
-    return export_best(result, best_of_job, base_model_of, **(known | facts))
+    known = {"model": "m", "use": USE, "dataset": "d", "method": "sft", "tokenizer": load_tokenizer(BASE)}
+    assert export_best(result, best_of_job, base_model_of, **(known | facts)) == ()
+    return Path(result.adapter_dir)
 
 
 def test_folder_holds_the_winner_and_its_numbers(result: TaskOutcome, best_of_job: Path) -> None:
     folder = export(result, best_of_job, model="o'base", dataset="rows.jsonl")
     assert str(folder) == result.adapter_dir
-    names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "metrics.json"]
-    assert sorted(path.name for path in folder.iterdir()) == names
+    names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "metrics.json", *TOKENIZER]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
     assert (folder / "adapter_model.safetensors").read_bytes() == b"weights"
     assert json.loads((folder / "metrics.json").read_text()) == {
         "task": "sums",
@@ -161,3 +168,43 @@ def test_exporting_again_replaces(result: TaskOutcome, best_of_job: Path) -> Non
     (best_of_job / "adapter_model.safetensors").write_bytes(b"better")
     export(result, best_of_job)
     assert (Path(result.adapter_dir) / "adapter_model.safetensors").read_bytes() == b"better"
+
+
+def test_the_tokenizer_beside_the_adapter_has_the_template_of_the_task(result: TaskOutcome, best_of_job: Path) -> None:
+    base = replace(BASE, chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
+    folder = export(result, best_of_job, tokenizer=load_tokenizer(base), chat_template=base.chat_template)
+    found = AutoTokenizer.from_pretrained(folder)
+    assert found.chat_template == base.chat_template
+    assert found("Hello there")["input_ids"] == load_tokenizer(BASE)("Hello there")["input_ids"]
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "tokenizer = AutoTokenizer.from_pretrained(folder)\n" in card
+    assert "It was trained with the chat template in `chat_template.jinja`" in card
+
+
+class Unsaveable:
+    """A tokenizer of somebody, which fails after it has written a file."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer_config.json").touch()
+        raise self.error
+
+
+def test_a_tokenizer_that_cannot_be_saved_costs_no_result(result: TaskOutcome, best_of_job: Path) -> None:
+    broken: Any = Unsaveable(NotImplementedError("save_vocabulary"))
+    notices = export_best(
+        result, best_of_job, base_model_of, model="m", dataset="d", method="sft", use=USE, tokenizer=broken
+    )
+    assert notices == ("The best adapter has no tokenizer: Unsaveable cannot be saved (save_vocabulary).",)
+    folder = Path(result.adapter_dir)
+    assert not list(folder.glob("tokenizer*"))
+    assert 'AutoTokenizer.from_pretrained("/models/o\'base")' in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_full_disk_is_no_fault_of_the_tokenizer(result: TaskOutcome, best_of_job: Path) -> None:
+    full: Any = Unsaveable(Exception("No space left on device (os error 28)"))
+    with pytest.raises(RunWriteError):
+        export(result, best_of_job, tokenizer=full)
+    assert not Path(result.adapter_dir).exists()

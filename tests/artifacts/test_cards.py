@@ -163,7 +163,7 @@ def test_the_card_of_an_object_runs_with_the_object(
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task_of(tmp_path, model=load(), tokenizer=tokenizer))
     by_hand = PeftModel.from_pretrained(load(), result.adapter_dir).eval()
     prompt = CHAT if has_template else "Hello\n"
-    names = run_card(Path(result.adapter_dir), monkeypatch, base=load(), tokenizer=tokenizer)
+    names = run_card(Path(result.adapter_dir), monkeypatch, base=load())
     assert follows(by_hand, names, prompt)
     load().save_pretrained(base)
     monkeypatch.chdir(tmp_path)

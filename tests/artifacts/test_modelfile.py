@@ -80,6 +80,18 @@ def test_it_gives_the_prompts_of_the_chat_template(name: str) -> None:
         assert run_go(prompt.to_go(), messages) == expected
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_spaces_that_the_template_removes_are_noticed(name: str) -> None:
+    tokenizer = load_tokenizer(BaseModelSpec(id="alto-tiny"))
+    tokenizer.chat_template = TEMPLATES[name]
+    prompt = ChatPrompt.of(tokenizer)
+    assert prompt is not None
+    assert prompt.keeps_spaces == ("trim" not in TEMPLATES[name])
+    messages = [{"role": "user", "content": " Hi.\n"}]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert (run_go(prompt.to_go(), messages) == expected) == prompt.keeps_spaces
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -122,3 +134,13 @@ def test_a_notice_says_that_a_template_is_missing(tmp_path: Path) -> None:
     result = alto.Engine().export(save_adapter(base, tmp_path / "adapter"), tmp_path / "gguf", gguf="adapter")
     assert any("has no TEMPLATE" in note for note in result.notes)
     assert "TEMPLATE" not in (tmp_path / "gguf" / "Modelfile").read_text(encoding="utf-8")
+
+
+def test_a_notice_says_that_messages_are_not_trimmed(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = TEMPLATES["with other ends"]
+    tokenizer.save_pretrained(base)
+    result = alto.Engine().export(save_adapter(base, tmp_path / "adapter"), tmp_path / "gguf", gguf="adapter")
+    assert any("removes spaces and line breaks around the messages" in note for note in result.notes)
+    assert "TEMPLATE" in (tmp_path / "gguf" / "Modelfile").read_text(encoding="utf-8")

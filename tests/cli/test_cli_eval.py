@@ -72,6 +72,27 @@ def test_a_run_is_measured_on_its_own_held_out_rows(run: Path) -> None:
     assert found[1]["loss"] == pytest.approx(before["validation_loss"], rel=1e-4)
 
 
+def change_a_row(rows: Path) -> None:
+    first, *others = rows.read_text(encoding="utf-8").splitlines()
+    rows.write_text("\n".join([first.replace("plus", "and"), *others, ""]), encoding="utf-8")
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_rows_that_have_changed_since_the_run_are_noticed(split: str, tmp_path: Path) -> None:
+    held_out = {f"{split}_dataset": str(write_rows(tmp_path / "held_out.jsonl"))}
+    task = make_task(tmp_path, **held_out, max_steps=2, early_exit=False)
+    run = Path(alto.Engine(output_dir=tmp_path / "runs").tune(task).run_dir)
+    before = invoke(run, "--metric", "loss")
+    assert (before.exit_code, before.stderr) == (0, "")
+    change_a_row(tmp_path / "held_out.jsonl")
+    done = invoke(run, "--metric", "loss", "--json")
+    assert done.exit_code == 0, done.output
+    assert f"expected the {split} rows that the run {run} began with, found different rows or tokens" in done.stderr
+    assert json.loads(done.stdout)["notes"] == [done.stderr.rstrip("\n")]
+    (tmp_path / "held_out.jsonl").unlink()
+    assert isinstance(invoke(run, "--metric", "loss").exception, DataError)
+
+
 def test_the_report_of_the_run_shows_it(run: Path) -> None:
     (run / "report.html").unlink()
     done = invoke(run, "--metric", "loss")

@@ -15,7 +15,7 @@ from tiny import make_task
 from typer.testing import CliRunner
 
 from alto.cli import app
-from alto.errors import QueueCommandError
+from alto.errors import DataFileNotFoundError, DataFormatError, QueueCommandError
 from alto.runs import CommandAnswer, Journal, QueueCommand, QueueDir, QueueEntry, QueueMailbox, RunDir
 
 SETTINGS = {"method": "lpt", "strategy": "single", "cluster": "local", "total_gpus": None, "quotas": {}}
@@ -69,6 +69,31 @@ def test_if_one_task_is_refused_the_others_are_reported(queue: QueueDir, tmp_pat
     assert result.stdout == "good it is\n"
     assert isinstance(result.exception, QueueCommandError)
     assert str(result.exception) == "bad it is\nworse it is"
+
+
+def submitted(queue: QueueDir, folder: Path, **changes: object) -> Result:
+    file = folder / "t.yaml"
+    file.write_text(make_task(folder, name="t", **changes).to_yaml(), encoding="utf-8")
+    with worked_on(queue, lambda command: CommandAnswer(done=True, message="t was submitted.")):
+        return invoke("submit", queue.root, file)
+
+
+def test_rows_that_cannot_be_used_are_refused_at_once(queue: QueueDir, tmp_path: Path) -> None:
+    rows = tmp_path / "other.jsonl"
+    rows.write_text('{"words": "a"}\n' * 3, encoding="utf-8")
+    for dataset, error in ((str(rows), DataFormatError), ("nowhere.jsonl", DataFileNotFoundError)):
+        result = submitted(queue, tmp_path, dataset=dataset)
+        assert isinstance(result.exception, error)
+        assert not QueueMailbox(queue.run).num_pending
+        assert not result.stdout
+
+
+@pytest.mark.parametrize("dataset", ["/only/nodes/see/rows.jsonl", "somebody/rows"])
+def test_rows_that_only_nodes_see_are_submitted_with_a_notice(queue: QueueDir, tmp_path: Path, dataset: str) -> None:
+    result = submitted(queue, tmp_path, dataset=dataset)
+    assert result.stdout == "t was submitted.\n"
+    notice = f"t: its rows are checked when it starts, because {dataset} is not a file of this machine."
+    assert result.stderr == f"{notice}\n"
 
 
 @pytest.mark.parametrize(

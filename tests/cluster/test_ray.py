@@ -322,6 +322,39 @@ def test_a_node_of_another_version_is_not_used_until_it_is_upgraded(
         wait_for(lambda: not ray_nodes.is_alive(node), "a node to be found dead")
 
 
+def test_a_node_whose_packages_change_meanwhile_starts_nothing_and_is_not_used_any_more(
+    start_cluster: Callable[..., Started],
+    ray_nodes: RayMachine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(of_ray, "ASK_AGAIN_S", 1.0)
+    started = start_cluster("works")
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    node = ray_nodes.add_node(num_cpus=1, python_path=packages)
+    try:
+        wait_for(lambda: len(started.gpus()) == 5, "a node", meanwhile=started.poll)
+        other = packages / "torch-0.0.1.dist-info"
+        other.mkdir()
+        (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n", encoding="utf-8")
+        started.start(gpus=(4,))
+        ended = started.until_ended()
+        assert (ended.outcome, ended.error) == (Outcome.LOST, "ClusterVersionError")
+        wait_for(lambda: len(started.gpus()) == 4, "the node to be left out", meanwhile=started.poll)
+        wait_for(lambda: caplog.records, "a warning", meanwhile=started.poll)
+        assert "found torch 0.0.1" in caplog.records[0].message
+        (other / "METADATA").unlink()
+        other.rmdir()
+        wait_for(lambda: len(started.gpus()) == 5, "the node again", meanwhile=started.poll)
+        started.start(gpus=(4,), attempt=2)
+        assert started.until_ended(attempt=2).outcome is Outcome.FINISHED
+    finally:
+        ray_nodes.kill_node(node)
+        wait_for(lambda: not ray_nodes.is_alive(node), "a node to be found dead")
+
+
 def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(**_: Any) -> None:
         raise ConnectionError("nobody there")

@@ -49,8 +49,8 @@ def starter(run_dir: Path, host: str, *, has_gpus: bool = False) -> Starter:
     return started(launch, has_gpus=has_gpus)
 
 
-def started(launch: Launch, *, has_gpus: bool = False) -> Starter:
-    found = Starter(has_gpus=has_gpus, core_fraction=0.5, timeouts=TIMEOUTS)
+def started(launch: Launch, *, has_gpus: bool = False, **versions: str) -> Starter:
+    found = Starter(has_gpus=has_gpus, core_fraction=0.5, timeouts=TIMEOUTS, versions=versions)
     found.start(launch)
     return found
 
@@ -91,6 +91,14 @@ def test_a_folder_that_the_node_does_not_see_fails_with_the_remedy(tmp_path: Pat
     assert isinstance(ended, AttemptEnded)
     assert ended.outcome is Outcome.FAILED
     assert "--output-dir" in ended.reason
+
+
+def test_an_executor_is_not_started_where_packages_have_been_upgraded(run_dir: Path) -> None:
+    launch = Launch(ticket=TaskTicket(task="a", run_dir=str(run_dir), host="none:none"), gpus=(Gpu("n", 0),), attempt=1)
+    [ended] = started(launch, torch="0.0.1").poll(0, 0)
+    assert isinstance(ended, AttemptEnded)
+    assert (ended.outcome, ended.error) == (Outcome.LOST, "ClusterVersionError")
+    assert "node n: expected torch 0.0.1, as in the process that starts tasks" in ended.reason
 
 
 def test_an_executor_that_cannot_start_is_lost(run_dir: Path) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-for package in ("openai", "pexpect", "playwright", "pyte"):
-    pytest.importorskip(package, reason="the extra dev is not installed")
+pytest.importorskip("openai", reason="the extra dev is not installed")
+pytest.importorskip("pexpect", reason="the extra dev is not installed")
+pytest.importorskip("playwright", reason="the extra dev is not installed")
+pytest.importorskip("pyte", reason="the extra dev is not installed")
 
 from tools.make_pictures import DIGESTS, DRAWN_BY, PICTURES, ROOT, changed_sources, write_digests
 

@@ -24,6 +24,7 @@ from alto.errors import (
     RunBusyError,
     RunChangedError,
     RunNotFoundError,
+    SpecError,
     TargetModuleError,
     TaskInterruptedError,
 )
@@ -102,6 +103,20 @@ def test_the_template_is_kept_with_the_adapter_and_in_the_run(tmp_path: Path) ->
     own = read_task_rows(task).encode(load_tokenizer())
     with pytest.raises(RunChangedError, match="expected the data that the run began with"):
         check_data(started.event, own, None)
+
+
+def test_an_adapter_without_a_template_was_trained_with_that_of_its_base(tmp_path: Path) -> None:
+    """As adapters of version 0.2, which had no tokenizer beside them."""
+    task = make_task(tmp_path, max_steps=2, max_slots=1, report_to="none")
+    engine = Engine(output_dir=tmp_path / "runs")
+    new, rows = Path(engine.tune(task).adapter_dir), task.validation_dataset
+    old = shutil.copytree(new, tmp_path / "old")
+    (old / "chat_template.jinja").unlink()
+    found = engine.evaluate([new, old], dataset=rows, metric="loss").adapters
+    assert found[0].evaluation.loss == found[1].evaluation.loss
+    (new / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    with pytest.raises(SpecError, match=r"found different ones \(chat_template.jinja in .*, none in 1 others\)"):
+        engine.evaluate([new, old], dataset=rows, metric="loss")
 
 
 def test_the_template_is_part_of_the_fingerprint(tmp_path: Path) -> None:

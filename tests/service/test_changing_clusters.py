@@ -20,8 +20,10 @@ from alto.engine.queue_setup import QueueSetup
 from alto.errors import ClusterLostError, SpecError
 from alto.records import Gpu, Node
 from alto.service.coordinator import coordinator as coordinating
+from alto.service.coordinator import leadership
 from alto.service.coordinator.coordinator import OpenPlane
 from alto.service.store.jobs import ENDED
+from alto.service.store.tables import LeaderRow
 from benchmarks.service.plane import simulated_plane
 from benchmarks.service.simulated_cluster import SimulatedCluster
 
@@ -73,13 +75,13 @@ def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def serving(root: Path, machines: Machines, *, strategy: str = "single") -> Iterator[Served]:
-    with served(root, open_plane=plane_of(root, machines, strategy=strategy)) as service:
+def serving(root: Path, present: Machines, *, strategy: str = "single", **own: Any) -> Iterator[Served]:
+    with served(root, open_plane=plane_of(root, present, strategy=strategy, **own), cluster="auto", **own) as service:
         yield service
 
 
-def plane_of(root: Path, machines: Machines, *, strategy: str = "single") -> OpenPlane:
-    return simulated_plane(root, machines.cluster, strategy=strategy)
+def plane_of(root: Path, present: Machines, *, strategy: str = "single", **own: Any) -> OpenPlane:
+    return simulated_plane(root, present.cluster, strategy=strategy, **own)
 
 
 def create(service: Served, num_gpus: int, seed: int = 1) -> str:
@@ -149,6 +151,30 @@ def test_machines_are_remembered_by_the_next_server(tmp_path: Path) -> None:
         assert service.finished(service.client(), job).status == "succeeded"
 
 
+def test_machines_that_are_gone_for_good_are_named_in_the_settings(tmp_path: Path) -> None:
+    present = Machines({"small": 1, "large": 3})
+    with serving(tmp_path, present, strategy="adapter_parallel") as service:
+        wait_for(lambda: ready(service)[0] == 200)
+        lose(service, present, "large")
+        waiting = create(service, 3)
+        wait_for(lambda: status(service, waiting) == "queued")
+    with serving(tmp_path, present, strategy="adapter_parallel", machines=(1,)) as service:
+        for job in (waiting, create(service, 3)):
+            found = service.finished(service.client(), job)
+            assert found.status == "failed"
+            assert "expected num_gpus from 1 to 1 (all GPUs of the cluster), found 3" in found.error.message
+        assert service.finished(service.client(), create(service, 1)).status == "succeeded"
+
+
+def test_machines_that_never_were_there_can_be_waited_for(tmp_path: Path) -> None:
+    present = Machines({"small": 1})
+    with serving(tmp_path, present, strategy="adapter_parallel", machines=(1, 3)) as service:
+        job = create(service, 3)
+        wait_for(lambda: status(service, job) == "queued")
+        present.present = {"small": 1, "large": 3}
+        assert service.finished(service.client(), job).status == "succeeded"
+
+
 def test_a_cluster_that_grows_is_used_whole(tmp_path: Path) -> None:
     gate = tmp_path / "go"
     machines = Machines({"first": 1}, gate=gate)
@@ -182,6 +208,74 @@ def test_a_server_is_ready_once_it_is_connected(tmp_path: Path) -> None:
             go_on.set()
         wait_for(lambda: ready(service) == (200, []))
         assert ready(other) == (200, [])
+
+
+class DatabaseClock:
+    """A clock of the database that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1e9
+        monkeypatch.setattr(leadership, "database_time", lambda session: self.now_s)
+
+
+def leader_of(service: Served) -> tuple[int, float]:
+    """Return the epoch of the leader, and the time of its last renewal."""
+    with service.service.store.reading() as session:
+        row = session.get(LeaderRow, 1)
+    return (0, 0.0) if row is None else (row.epoch, row.renewed_at)
+
+
+def test_a_leader_that_connects_slowly_keeps_its_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, go_on, lease_s = DatabaseClock(monkeypatch), threading.Event(), 0.7
+    opened = plane_of(tmp_path, Machines({"machine": 1}))
+
+    @contextlib.contextmanager
+    def slow(epoch: int) -> Iterator[ControlPlane]:
+        go_on.wait()
+        with opened(epoch) as plane:
+            yield plane
+
+    with (
+        served(tmp_path, open_plane=slow, lease_s=lease_s) as first,
+        served(tmp_path, open_plane=slow, lease_s=lease_s) as second,
+    ):
+        try:
+            wait_for(lambda: leader_of(first)[0] == 1)
+            for _ in range(4):
+                clock.now_s += 0.9 * lease_s  # twice this time without a renewal, and the other server leads
+                wait_for(lambda: leader_of(first) in ((1, clock.now_s), (2, clock.now_s)), timeout_s=30)
+                assert leader_of(first)[0] == 1
+        finally:
+            go_on.set()
+        wait_for(lambda: ready(first) == ready(second) == (200, []))
+        assert leader_of(first)[0] == 1
+
+
+def test_a_leader_that_cannot_connect_leaves_the_lead_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, go_on, lease_s = DatabaseClock(monkeypatch), threading.Event(), 0.7
+    attempts: list[int] = []
+
+    @contextlib.contextmanager
+    def failing(epoch: int) -> Iterator[ControlPlane]:
+        attempts.append(epoch)
+        if len(attempts) > 1:
+            go_on.wait()
+        raise SpecError("cluster: expected a cluster, found none")
+        yield
+
+    opened = plane_of(tmp_path, Machines({"machine": 1}))
+    with served(tmp_path, open_plane=failing, lease_s=lease_s) as first:
+        try:
+            wait_for(lambda: len(attempts) > 1)
+            assert "alto-lease" not in {thread.name for thread in threading.enumerate()}, "it renews no more"
+            with served(tmp_path, open_plane=opened, lease_s=lease_s) as second:
+                clock.now_s += lease_s
+                wait_for(lambda: ready(second) == (200, []))
+                assert leader_of(first)[0] == 2
+        finally:
+            go_on.set()
 
 
 def test_a_lost_connection_is_reported_until_it_is_back_and_jobs_go_on(

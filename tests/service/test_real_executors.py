@@ -21,7 +21,9 @@ import openai
 import pytest
 from services import ROWS, local_plane, served, wait_for
 
+from alto.backbone import load_tokenizer
 from alto.service.store.jobs import ENDED
+from alto.spec import BaseModelSpec
 
 pytestmark = pytest.mark.slow("queues")
 
@@ -91,7 +93,9 @@ def check_results(server: Server, job: Any) -> None:
     assert task["result"]["config"]["learning_rate"] == task["jobs"][0]["config"]["learning_rate"]
     archive = httpx2.get(f"{server.url}/api/models/{job.fine_tuned_model}/adapter")
     with zipfile.ZipFile(io.BytesIO(archive.content)) as files:
-        assert any(name.endswith("adapter_model.safetensors") for name in files.namelist())
+        assert {"adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(files.namelist())
+        template = load_tokenizer(BaseModelSpec(id="alto-tiny")).chat_template
+        assert files.read("chat_template.jinja").decode() == template
     assert client.models.delete(job.fine_tuned_model).deleted
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve(job.fine_tuned_model)

@@ -18,7 +18,7 @@ from services import served
 from typer.testing import CliRunner
 
 from alto.cli.app import app
-from alto.errors import ServiceError, UnknownKeyError
+from alto.errors import ServiceError, SpecError, UnknownKeyError
 from alto.service.serve import configure_logs, listening, serve
 from alto.service.settings import ServiceSettings, load_settings
 from alto.service.store.tables import LeaderRow
@@ -157,3 +157,11 @@ def test_settings_of_a_server_are_read(tmp_path: Path) -> None:
     path.write_text("port: 1\nvllm: {url: 'http://a', base_model: b}")
     found = load_settings(path, {"port": 2})
     assert (found.port, found.vllm and found.vllm.url) == (2, "http://a")
+
+
+def test_machines_are_listed_only_for_a_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text("machines: [8, 4]")
+    with pytest.raises(SpecError, match="machines should be given with a cluster of several machines, found"):
+        load_settings(path, {})
+    assert load_settings(path, {"cluster": "auto"}).machines == (8, 4)

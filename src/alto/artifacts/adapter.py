@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from alto.artifacts.card import ModelUse, adapter_tags, card_header
+from alto.artifacts.card import ModelUse, TokenizerPlace, adapter_tags, card_header
 from alto.base import read_json, replace_file, sync_folder, writing
 from alto.errors import RunNotFoundError
 from alto.records import JobResult, TaskOutcome
@@ -18,6 +20,9 @@ from alto.runs import METRICS_NAME
 from alto.spec import LABELS_NAME, LOSS, TEMPLATE_NAME, is_object_name
 from alto.views.metrics import format_metric, loss_unit, metric_name
 from alto.views.wording import describe_adapter_check
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""The end of an error's text in which the package tokenizers hides an error of the system."""
 
 
 def export_best(
@@ -29,8 +34,9 @@ def export_best(
     dataset: str,
     method: str,
     use: ModelUse,
+    tokenizer: Any,
     chat_template: str | None = None,
-) -> Path:
+) -> tuple[str, ...]:
     """Copy the winner's best adapter into the run's ``best/`` and describe it there.
 
     Args:
@@ -38,6 +44,7 @@ def export_best(
         base_model_of: Reads the name of the base model from an adapter's folder.
         model, dataset, method: Names from the task, for the card.
         use: How the winner is loaded and prompted, for the card; its labels are written to ``labels.json``.
+        tokenizer: Tokenizer of the base model with the task's chat template, saved beside the adapter.
         chat_template: Text of the template that the task sets, written to the adapter's folder; None without one.
 
     Raises:
@@ -45,9 +52,8 @@ def export_best(
         RunWriteError: The disk is full or cannot be written.
 
     Returns:
-        The folder; ``peft.PeftModel.from_pretrained(base, folder)`` loads it.
+        Notices as sentences.
     """
-    card = _Card(model=model, dataset=dataset, method=method, use=use, chat_template=chat_template)
     folder = Path(result.adapter_dir)
     fresh = folder.with_name(f"{folder.name}.new")
     # From the form of the rows, an export of only this folder knows how the model is prompted.
@@ -62,7 +68,11 @@ def export_best(
         with writing(Path(result.run_dir), folder):
             shutil.rmtree(fresh, ignore_errors=True)
             shutil.copytree(best_of_job, fresh, ignore=shutil.ignore_patterns("state.json"))
-            base_model = base_model_of(fresh)
+            base_model, notices = base_model_of(fresh), _save_tokenizer(tokenizer, fresh)
+            place: TokenizerPlace = "base" if notices else "folder"
+            card = _Card(
+                model=model, dataset=dataset, method=method, use=use, chat_template=chat_template, tokenizer_in=place
+            )
             replace_file(fresh / METRICS_NAME, json.dumps(metrics, indent=2) + "\n")
             replace_file(fresh / "README.md", card.text(result, base_model))
             if use.labels is not None:
@@ -74,7 +84,22 @@ def export_best(
             sync_folder(folder.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return folder
+    return notices
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> tuple[str, ...]:
+    """Save a tokenizer beside an adapter; return a notice if it cannot be saved, so that the result is not lost."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # a tokenizer's own code may raise anything
+        if number := _OS_ERROR.search(str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+        return (f"The best adapter has no tokenizer: {type(tokenizer).__name__} cannot be saved ({error!s:.200}).",)
+    return ()
 
 
 def is_outdated(result: TaskOutcome) -> bool:
@@ -147,6 +172,7 @@ class _Card:
     method: str
     use: ModelUse
     chat_template: str | None
+    tokenizer_in: TokenizerPlace
 
     def text(self, result: TaskOutcome, base_model: str) -> str:
         """Return the card of the best adapter of ``result``."""
@@ -160,7 +186,7 @@ class _Card:
         origin, template = self._origin(result), ""
         if self.chat_template is not None:
             template = f"""
-It was trained with the chat template in `{TEMPLATE_NAME}`, not with the template of the tokenizer.
+It was trained with the chat template in `{TEMPLATE_NAME}`, not with the template of the base model.
 """
         named = "" if is_object_name(base_model) else base_model
         header = card_header(named, library="peft", pipeline=self.use.pipeline, tags=adapter_tags(named))
@@ -169,7 +195,7 @@ It was trained with the chat template in `{TEMPLATE_NAME}`, not with the templat
 {_warning(result)}
 LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pypi.org/project/alto-lora/): {origin}.
 
-{self.use.adapter_code(base_model, "base" if self.chat_template is None else "base_with_template")}{template}
+{self.use.adapter_code(base_model, self.tokenizer_in)}{template}
 {shown}"""
 
     def _origin(self, result: TaskOutcome) -> str:

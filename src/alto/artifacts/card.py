@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from alto.records import LabelSet
-from alto.spec import TEMPLATE_NAME, is_object_name
+from alto.spec import is_object_name
 
-TokenizerPlace = Literal["base", "base_with_template", "folder"]
+TokenizerPlace = Literal["base", "folder"]
 
 _LIMIT = "---\n"
 _FOLDER = 'folder = "path/to/this/folder"'
@@ -83,8 +83,7 @@ class ModelUse:
             base_model: Name of the base model in the adapter: the argument of ``from_pretrained``, or the name of an
                 object.
             tokenizer_in: ``folder`` if the tokenizer is in the adapter's folder; ``base`` for the tokenizer of the base
-                model; ``base_with_template`` for the tokenizer of the base model with the template in the adapter's
-                folder.
+                model.
         """
         settings = {} if self.labels is None else self.labels.to_config()
         tokenizer = self._load("AutoTokenizer", "folder" if tokenizer_in == "folder" else repr(base_model))
@@ -94,13 +93,16 @@ class ModelUse:
             how = ", ".join(f"{key}={value!r}" for key, value in settings.items())
             loaded = f", loaded as {self._class} with {how}" if settings else ""
             base = f"...  # the model that ALTO was given as an object, {base_model}{loaded}; put it here"
-            tokenizer, classes = "...  # the tokenizer that ALTO was given with it; put it here", ""
-        lines = [f"tokenizer = {tokenizer}"]
+            classes = "AutoTokenizer"
+            if tokenizer_in == "base":
+                tokenizer, classes = "...  # the tokenizer that ALTO was given with it; put it here", ""
+        lines = [
+            f"tokenizer = {tokenizer}",
+            f"base = {base}",
+            "model = PeftModel.from_pretrained(base, folder).eval()",
+        ]
         imports = ["from peft import PeftModel", *([f"from transformers import {classes}"] if classes else [])]
-        if tokenizer_in == "base_with_template":
-            lines.append(f'tokenizer.chat_template = Path(folder, "{TEMPLATE_NAME}").read_text(encoding="utf-8")')
-        lines += [f"base = {base}", "model = PeftModel.from_pretrained(base, folder).eval()"]
-        return self._block(imports, lines, needs_path=tokenizer_in == "base_with_template")
+        return self._block(imports, lines)
 
     def merged_code(self) -> str:
         """Return a block of Python code that loads the merged model from its folder and prints one result."""
@@ -130,12 +132,11 @@ class ModelUse:
         given = {**(settings or {}), **trusted}
         return f"{of}.from_pretrained({', '.join([where, *(f'{key}={value!r}' for key, value in given.items())])})"
 
-    def _block(self, imports: Sequence[str], loading: Sequence[str], *, needs_path: bool = False) -> str:
+    def _block(self, imports: Sequence[str], loading: Sequence[str]) -> str:
         """Return a block of Python code: imports, ``loading``, and one result."""
         result = self._answer() if self.labels is None else self._label(self.labels)
-        standard = ["from pathlib import Path", ""] if needs_path else []
         outside = imports if self.labels is None else ["import torch", *imports]
-        lines = [*standard, *outside, "", _FOLDER, *loading, "", *result]
+        lines = [*outside, "", _FOLDER, *loading, "", *result]
         return "\n".join(["```python", *lines, "```", ""])
 
     def _answer(self) -> list[str]:

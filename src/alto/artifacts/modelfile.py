@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from transformers import GenerationConfig
@@ -36,6 +36,11 @@ def modelfile(winner: Winner, tokenizer: Any, use: ModelUse, files: Sequence[str
     if use.is_chat:
         prompt = ChatPrompt.of(tokenizer)
         template = "" if prompt is None else prompt.to_go()
+        if prompt is not None and not prompt.keeps_spaces:
+            notes = (
+                "The chat template removes spaces and line breaks around the messages, which Ollama cannot; send "
+                "messages without them.",
+            )
     if template:
         lines.append(f"TEMPLATE {_QUOTES}{template}{_QUOTES}")
     else:
@@ -69,12 +74,14 @@ class ChatPrompt:
         before, after: Texts around the content of a message, by role.
         opening: Text before a first message that is not a system message, such as a default system prompt.
         reply: Text after the last message, before the answer.
+        keeps_spaces: Whether the template keeps spaces at the ends of a message. Ollama's language always does.
     """
 
     before: Mapping[str, str]
     after: Mapping[str, str]
     opening: str
     reply: str
+    keeps_spaces: bool = True
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self | None:
@@ -118,7 +125,10 @@ class ChatPrompt:
         if any("{{" in text or _QUOTES in text for text in texts):
             return None
         cases = (one, more, led, [led[0], *more])
-        return found if all(found.render(case) == rendered(case, asks=True) for case in cases) else None
+        if any(found.render(case) != rendered(case, asks=True) for case in cases):
+            return None
+        spaced = [{**turn, "content": f"\n {turn['content']} \n"} for turn in cases[-1]]
+        return replace(found, keeps_spaces=found.render(spaced) == rendered(spaced, asks=True))
 
     def render(self, messages: Messages) -> str:
         """Return the prompt that Ollama makes of ``messages``."""

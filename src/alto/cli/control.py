@@ -170,12 +170,15 @@ def submit(
 ) -> None:
     """Submit the tasks in FILES to the queue, which runs them when it is their turn.
 
-    Their rows are checked when they start.
+    Rows in files of this machine are checked first; other rows are checked when the tasks start.
     """
     tasks = [load_task(file, overrides or ()) for file in files]
     queue_dir = QueueDir.open(queue)
     from alto.engine.runner import portable
+    from alto.engine.start import check_visible_rows
 
+    for notice in filter(None, map(check_visible_rows, tasks)):
+        typer.echo(notice, err=True)
     mailbox = QueueMailbox(queue_dir.run)
     commands = [
         mailbox.submit(

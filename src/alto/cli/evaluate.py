@@ -121,6 +121,8 @@ def evaluate(
         )
     if save_predictions is not None:
         _write(save_predictions, result.predictions)
+    for note in result.notes:
+        typer.echo(note, err=True)
     if as_json:
         facts = dataclasses.asdict(result)
         del facts["predictions"]

@@ -98,12 +98,13 @@ class _Versions:
         asks_head: Whether tasks pass through a process of the head, which then needs ALTO too.
 
     Attributes:
+        expected: The versions that nodes need, by package.
         refused: Why nodes are not used, by Ray's id.
     """
 
     def __init__(self, *, asks_head: bool) -> None:
         self._asks_head = asks_head
-        self._expected = {package: version_of(package) for package in PACKAGES}
+        self.expected = {package: version_of(package) for package in PACKAGES}
         self._right: set[str] = set()
         self._asked: dict[str, tuple[Any, float]] = {}
         self._ask_again_at: dict[str, float] = {}
@@ -125,6 +126,10 @@ class _Versions:
                 self._check(ray_id, name_of(row))
         return [row for ray_id, row in alive.items() if ray_id in self._right]
 
+    def doubt(self, ray_id: str) -> None:
+        """Ask a node for its versions again before it is used further."""
+        self._right.discard(ray_id)
+
     def _check(self, ray_id: str, name: str) -> None:
         if ray_id in self._right or time.monotonic() < self._ask_again_at.get(ray_id, 0.0):
             return
@@ -133,7 +138,7 @@ class _Versions:
         answer, until = self._asked[ray_id]
         if ray.wait([answer], timeout=0)[0]:
             try:
-                problem = version_problem(name, self._expected, ray.get(answer))
+                problem = version_problem(name, self.expected, ray.get(answer))
             except (RaySystemError, RpcError):
                 raise
             except RayError as error:
@@ -175,7 +180,8 @@ def _ask_versions(ray_id: str, packages: Sequence[str]) -> Any:
         return found
 
     strategy = NodeAffinitySchedulingStrategy(ray_id, soft=False)
-    remote = ray.remote(versions).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    # One call per process, because an older process may have imported a version that is no longer installed.
+    remote = ray.remote(max_calls=1)(versions).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
     return remote.remote(packages)
 
 
@@ -322,6 +328,7 @@ class RayCluster:
                 has_gpus=self.has_gpus,
                 core_fraction=num_gpus / self._nodes.num_slots(launch.gpus[0].node),
                 timeouts=self._timeouts,
+                versions=self._versions.expected,
             )
         )
         found = _Actor(
@@ -446,8 +453,10 @@ class RayCluster:
             for event in events:
                 yield event
                 if isinstance(event, AttemptEnded):
-                    actor.launches.pop(event.task, None)
+                    launch = actor.launches.pop(event.task, None)
                     actor.idle_since = time.monotonic()
+                    if launch is not None and event.error == ClusterVersionError.__name__:
+                        self._versions.doubt(self._nodes.id_of(launch.gpus[0].node) or "")
         if actor.launches:
             actor.reply = actor.actor.poll.remote(actor.num_heard, TICK_S)
         else:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from alto.base import first_line
 from alto.cluster.base import AttemptEnded, ClusterEvent, Ending, Launch, Outcome
 from alto.cluster.executor_process import ProcessShape, Timeouts
 from alto.cluster.machine import Machine
+from alto.cluster.ray_nodes import version_problem
+from alto.errors import ClusterVersionError
+from alto.version import version_of
 
 
 class Starter:
@@ -17,11 +21,15 @@ class Starter:
     Args:
         has_gpus: Whether ``CUDA_VISIBLE_DEVICES`` names the actor's GPUs; otherwise CPU slots are used instead.
         core_fraction: Fraction of this machine's cores that the executors' threads may use, in (0, 1].
+        versions: Versions that packages must have here, by name.
     """
 
-    def __init__(self, *, has_gpus: bool, core_fraction: float, timeouts: Timeouts) -> None:
+    def __init__(
+        self, *, has_gpus: bool, core_fraction: float, timeouts: Timeouts, versions: Mapping[str, str | None]
+    ) -> None:
         self._has_gpus = has_gpus
         self._core_fraction = core_fraction
+        self._versions = versions
         self._machine = Machine(timeouts, idle_timeout_s=float("inf"))  # this actor is ended when it is idle
         self._events: list[ClusterEvent] = []
         self._num_forgotten = 0
@@ -42,6 +50,12 @@ class Starter:
                 "any more; add a node, or lower num_gpus"
             )
             self._events.append(AttemptEnded.of(launch, Ending(outcome=Outcome.LOST, reason=reason)))
+            return
+        # Packages may have been upgraded here since the node joined.
+        found = {package: version_of(package) for package in self._versions}
+        if problem := version_problem(launch.gpus[0].node, self._versions, found):
+            ending = Ending(outcome=Outcome.LOST, reason=problem, error=ClusterVersionError.__name__)
+            self._events.append(AttemptEnded.of(launch, ending))
             return
         if not Path(launch.run_dir).is_dir():
             reason = (

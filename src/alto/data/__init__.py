@@ -16,6 +16,7 @@ from alto.data.encode import encode_prompt
 from alto.data.messages import Conversation, LabelledText, Message, Pair, Row
 from alto.data.preview import preview_rows
 from alto.data.reading import CachedRows, HeldoutRows, read_heldout_rows, read_task_rows
+from alto.data.source import is_elsewhere
 from alto.data.survey import survey_rows
 from alto.data.task_data import EvaluationSplit, TaskData
 from alto.data.template import ChatTemplate
@@ -47,6 +48,7 @@ __all__ = [
     "collate",
     "digest_of",
     "encode_prompt",
+    "is_elsewhere",
     "mismatched_rows",
     "preview_rows",
     "read_heldout_rows",

@@ -525,6 +525,7 @@ class HeldoutRows:
         max_length: Number of tokens at which a row is cut.
         train_on: Tokens that the loss is computed on.
         labels: Labels of the task; None if it has none.
+        own: The rows of a task, if these are its test or validation rows; else None.
     """
 
     name: str
@@ -532,6 +533,7 @@ class HeldoutRows:
     max_length: int
     train_on: TrainOn = "completion"
     labels: LabelSet | None = None
+    own: TaskRows | None = None
 
 
 def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
@@ -560,9 +562,11 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
 def _own_heldout_rows(task: Task) -> HeldoutRows:
     own = TaskSources(task).read(MEMORY)
     if own.test:
-        return _held_out(task, f"{task.test_dataset or task.dataset_name} (test rows)", own.test, own.max_length)
+        found = _held_out(task, f"{task.test_dataset or task.dataset_name} (test rows)", own.test, own.max_length)
+        return replace(found, own=own)
     if task.refit is None:
-        return _held_out(task, f"{task.dataset_name} (validation rows)", own.validation, own.max_length)
+        found = _held_out(task, f"{task.dataset_name} (validation rows)", own.validation, own.max_length)
+        return replace(found, own=own)
     raise DataError(
         "dataset: expected rows that the adapter was not trained on, found a refit, which was also trained on the "
         "validation rows; name other rows with --dataset"

@@ -229,6 +229,12 @@ def open_source(name: str, key: str, keys: DataKeys) -> Source:
     )
 
 
+def is_elsewhere(name: str) -> bool:
+    """Return whether ``name`` is no file of this machine, but may be a file of another machine or a hub dataset."""
+    path = Path(name).expanduser()
+    return not _exists(path) and (path.is_absolute() or find_preset(name) is not None or _is_hub_id(name))
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()

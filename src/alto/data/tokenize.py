@@ -399,29 +399,14 @@ class TaskRows:
             DataError: See :func:`tokenize`; or the tokenizer leaves replies without an end.
             ModelError: The model has no embedding for a token.
         """
-        encoding = Encoding(
-            tokenizer=tokenizer,
-            max_length=self.max_length,
-            limits=limits or _NO_LIMITS,
-            train_on=self.train_on,
-            on_bad_row=self.on_bad_row,
-            labels=None if self.labels is None else self.labels.labels,
-        )
+        encoding = self._encoding(tokenizer, limits)
         about_tokenizer = [] if self.labels else tokenizer_notes(tokenizer, _all_conversations(self.train))
 
-        def encoded(rows: Sequence[Row], split: str, what: str, sources: Sources = ()) -> EncodedDataset:
-            if not sources:
-                return tokenize(rows, encoding, what, new_writer(split))
-            firsts = itertools.accumulate((count for _, count in sources), initial=0)
-            parts = [
-                encoded(rows[first : first + count], split, f"{what} ({name})")
-                for first, (name, count) in zip(firsts, sources, strict=False)
-            ]
-            return joined(parts, [name for name, _ in sources], self.store)
-
-        train = encoded(self.train, "train", "training", self.train_sources)
-        validation = encoded(self.validation, "validation", "validation", self.validation_sources)
-        test = encoded(self.test, "test", "test") if self.test else None
+        train = self._encoded(self.train, "train", "training", encoding, self.train_sources, new_writer)
+        validation = self._encoded(
+            self.validation, "validation", "validation", encoding, self.validation_sources, new_writer
+        )
+        test = self._encoded(self.test, "test", "test", encoding, (), new_writer) if self.test else None
         splits = {"training": train, "validation": validation, **({"test": test} if test else {})}
         num_repeated = num_known(self.validation, self.train)
         num_known_test = num_known(self.test or (), itertools.chain(self.train, self.validation))
@@ -445,6 +430,41 @@ class TaskRows:
             layout=self.layout,
             max_length=self.max_length,
         )
+
+    def encode_held_out(self, tokenizer: Any, limits: ModelLimits) -> EncodedDataset:
+        """Tokenise only the test rows, or if there are none the validation rows; errors as :meth:`encode`."""
+        encoding = self._encoding(tokenizer, limits)
+        if self.test:
+            return self._encoded(self.test, "test", "test", encoding)
+        return self._encoded(self.validation, "validation", "validation", encoding, self.validation_sources)
+
+    def _encoding(self, tokenizer: Any, limits: ModelLimits | None) -> Encoding:
+        return Encoding(
+            tokenizer=tokenizer,
+            max_length=self.max_length,
+            limits=limits or _NO_LIMITS,
+            train_on=self.train_on,
+            on_bad_row=self.on_bad_row,
+            labels=None if self.labels is None else self.labels.labels,
+        )
+
+    def _encoded(
+        self,
+        rows: Sequence[Row],
+        split: str,
+        what: str,
+        encoding: Encoding,
+        sources: Sources = (),
+        new_writer: NewWriter = lambda split: RowWriter(),
+    ) -> EncodedDataset:
+        if not sources:
+            return tokenize(rows, encoding, what, new_writer(split))
+        firsts = itertools.accumulate((count for _, count in sources), initial=0)
+        parts = [
+            self._encoded(rows[first : first + count], split, f"{what} ({name})", encoding, (), new_writer)
+            for first, (name, count) in zip(firsts, sources, strict=False)
+        ]
+        return joined(parts, [name for name, _ in sources], self.store)
 
 
 def _all_conversations(rows: Sequence[Row]) -> Iterator[Conversation]:

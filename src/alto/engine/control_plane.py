@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -165,6 +165,7 @@ def opened_control_plane(
     *,
     method: str = "cp-sat",
     before: QueueHistory | None = None,
+    machines: Sequence[int] | None = None,
     needs_gpus: bool = False,
 ) -> Iterator[ControlPlane]:
     """Yield a control plane; leaving the block kills executors that still run; their runs can be resumed.
@@ -173,6 +174,7 @@ def opened_control_plane(
         root: Folder of its journal.
         before: History of the previous control plane. Tasks that fit on its machines are accepted too, because these
             machines may come back. It is not used on ``local``, which has only this machine.
+        machines: Numbers of GPUs of the machines that replace those of ``before``.
         needs_gpus: Whether CPU slots must not be used instead of GPUs.
 
     Raises:
@@ -188,7 +190,9 @@ def opened_control_plane(
         Journal(folder.journal_file, check=folder.check_lock) as journal,
     ):
         declared: tuple[Node, ...] = ()
-        if before is not None and setup.cluster != "local" and before.has_gpus == cluster.has_gpus:
+        if machines is not None:
+            declared = tuple(Node(name=str(n), gpus=tuple(range(size))) for n, size in enumerate(machines, 1))
+        elif before is not None and setup.cluster != "local" and before.has_gpus == cluster.has_gpus:
             declared = before.declared_nodes
         journal_begin(journal, cluster, method, declared=declared)
         settings = QueueSettings(quotas=quotas, max_planned=MAX_PLANNED, declared=declared)

@@ -121,9 +121,7 @@ def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
 def _by_content(values: dict[str, Any], task: Task) -> dict[str, Any]:
     """Return ``values`` of ``task`` with every path of a local dataset file replaced by a digest of its content, so
     that the file's location does not matter."""
-    of_sources = (path for source in task.sources for path in (source.path, source.validation_dataset))
-    named = (task.dataset, task.validation_dataset, task.test_dataset, *of_sources)
-    digests = {path: digest for path in named if isinstance(path, str) and (digest := _digest_of(path)) is not None}
+    digests = {path: digest for path in task.dataset_names if (digest := _digest_of(path)) is not None}
 
     def replaced(value: Any) -> Any:
         if isinstance(value, list):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from alto.artifacts import Rows, Winner
-from alto.backbone import base_fingerprint
+from alto.backbone import base_fingerprint, limits_of, load_config, load_tokenizer
 from alto.base import read_json
-from alto.data import read_heldout_rows, read_task_rows
+from alto.data import HeldoutRows, digest_of, read_heldout_rows, read_task_rows
 from alto.errors import ModelNotFoundError, RunError, RunNotFoundError, SpecError, UnsupportedError
 from alto.evaluation import (
     EvaluationSettings,
@@ -328,6 +328,7 @@ def evaluate_adapters(
             rewards=rewards,
             on_progress=on_progress,
         )
+    result = replace(result, notes=_row_notes(rows, target.run_dirs, target.base_model))
     baseline_found = [] if result.baseline is None else [result.baseline]
     for evaluated in result.adapters:
         for evaluation in (*baseline_found, evaluated.evaluation):
@@ -361,6 +362,26 @@ def _for_rewards(
     objectives = [target.task.job_config(job.config).objective for job in jobs]
     lengths = [one.max_completion_length for one in objectives if isinstance(one, GrpoSettings)]
     return replace(settings, max_new_tokens=max(lengths, default=None))
+
+
+def _row_notes(rows: HeldoutRows, run_dirs: Sequence[Path], base: BaseModelSpec) -> tuple[str, ...]:
+    """Return a notice if a run's held-out rows are not those that it began with; none if its journal does not say."""
+    if rows.own is None:
+        return ()
+    (run_dir,), split = run_dirs, "test" if rows.own.test else "validation"
+    with contextlib.suppress(RunNotFoundError):  # without the journal there is no fingerprint to compare with
+        started = _started(RunDir(run_dir))
+        before = None if started is None else started.data.get(f"{split}_fingerprint")
+        if before is None:
+            return ()
+        found = rows.own.encode_held_out(load_tokenizer(base), limits_of(load_config(base)))
+        if digest_of(found) != before:
+            return (
+                f"{rows.name}: expected the {split} rows that the run {run_dir} began with, found different rows or "
+                "tokens; the adapter may have been trained on some of them. Put the files back as they were, or name "
+                "other rows with --dataset.",
+            )
+    return ()
 
 
 def find_winner(
@@ -426,11 +447,11 @@ def _of_folder(adapter: SavedAdapter, *, base: str | None, trust_remote_code: bo
         raise SpecError(
             f"base: expected {adapter.config_file} to name the base model, found that it does not; name it with --base"
         )
-    template = chat_template_beside({"adapter": adapter.folder})
+    spec = BaseModelSpec(id=model, trust_remote_code=trust_remote_code)
     return Winner(
         name=default_name(adapter.folder),
         adapter=adapter,
-        base=BaseModelSpec(id=model, trust_remote_code=trust_remote_code, chat_template=template),
+        base=replace(spec, chat_template=chat_template_beside({"adapter": adapter.folder}, spec)),
         is_base_named=base is not None,
         named_labels=labels_beside(adapter.folder) if adapter.has_head else None,
         data=_rows_beside(adapter.folder),

@@ -330,8 +330,10 @@ class TaskRunner:
         history = read_history(run_dir.root)
         result = task_outcome(history, run_dir)
         run_dir.check_lock()
+        notices: tuple[str, ...] = ()
         if not run_dir.best.is_dir() or is_outdated(result):
-            export_best(
+            tokenizer = load_tokenizer(task.base_model)
+            notices = export_best(
                 result,
                 run_dir.job(result.best_job, "best"),
                 adapter_base_model,
@@ -340,16 +342,17 @@ class TaskRunner:
                 method=task.method,
                 use=ModelUse(
                     model_class=loading_class(task.base_model),
-                    has_template=bool(load_tokenizer(task.base_model).chat_template),
+                    has_template=bool(tokenizer.chat_template),
                     labels=task.label_set,
                     rows={} if history.started is None else history.started.data,
                     trust_remote_code=task.base_model.trust_remote_code,
                 ),
+                tokenizer=tokenizer,
                 chat_template=task.base_model.chat_template,
             )
         if "keep" in task.model_fields_set:  # a run that ended before the key existed keeps what it has
             remove_states(run_dir, history, task.keep)
-        return replace(result, notices=_reported(run_dir))
+        return replace(result, notices=(*notices, *_reported(run_dir)))
 
 
 def _reported(run_dir: RunDir) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from alto.backbone import (
     load_tokenizer,
     resolve_model,
 )
-from alto.data import HeadStore, preview_rows, read_task_rows
+from alto.data import HeadStore, is_elsewhere, preview_rows, read_task_rows
 from alto.errors import DataError, ModelError, ModelNotFoundError, RunNotFoundError
 from alto.evaluation import adapter_folder, usable_rows
 from alto.executor import InitAdapter, model_notes
@@ -182,6 +182,26 @@ def preview_task(task: Task, *, num_rows: int) -> DataPreview:
     except DataError:
         shown = preview_data(task, num_rows=num_rows)
     return with_model_notes(shown, task)
+
+
+def check_visible_rows(task: Task) -> str:
+    """Check the rows of ``task`` if all its datasets are files that this process sees; of large files, only the first
+    rows.
+
+    Returns:
+        A notice if a dataset is not such a file; else an empty text.
+
+    Raises:
+        DataError: See :func:`alto.data.read_task_rows`.
+    """
+    elsewhere = next((name for name in task.dataset_names if is_elsewhere(name)), None)
+    if elsewhere is not None:
+        return f"{task.name}: its rows are checked when it starts, because {elsewhere} is not a file of this machine."
+    try:
+        read_task_rows(task, head=HeadStore(_NUM_READ))
+    except DataError:
+        read_task_rows(task)  # the first rows alone may cause an error
+    return ""
 
 
 def preview_data(task: Task, *, num_rows: int, head: HeadStore | None = None) -> DataPreview:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from alto.backbone import Backbone, resolve_model
+from alto.backbone import Backbone, load_tokenizer, resolve_model
 from alto.data.rows import listed
 from alto.errors import RunNotFoundError, SpecError
 from alto.lora import HEAD, SavedAdapter, ServedAdapters, check_fit, is_adapter, read_saved_adapter, serving
@@ -95,7 +95,9 @@ def find_target(
             model=base_model,
             dataset=dataset,
             trust_remote_code=trust_remote_code,
-            chat_template=chat_template_beside(folders),
+            chat_template=chat_template_beside(
+                folders, BaseModelSpec(id=base_model, trust_remote_code=trust_remote_code)
+            ),
             method="sft" if labels is None else _method_of(labels),
         )
         task = task if labels is None else task.with_labels(labels)
@@ -107,21 +109,26 @@ def find_target(
     )
 
 
-def chat_template_beside(folders: Mapping[str, Path]) -> str | None:
+def chat_template_beside(folders: Mapping[str, Path], base: BaseModelSpec) -> str | None:
     """Return the chat template in the adapters' folders, with which they were trained; None if there is none.
+
+    Args:
+        base: Their base model; an adapter without a template was trained with the template of this model.
 
     Raises:
         SpecError: The adapters have different chat templates.
     """
-    found = {name: folder / TEMPLATE_NAME for name, folder in folders.items()}
-    texts = {name: file.read_text(encoding="utf-8") if file.is_file() else None for name, file in found.items()}
-    if len(set(texts.values())) > 1:
+    files = {name: file for name, folder in folders.items() if (file := folder / TEMPLATE_NAME).is_file()}
+    texts = {file.read_text(encoding="utf-8") for file in files.values()}
+    if files and len(files) < len(folders):
+        texts.add(load_tokenizer(base).chat_template)
+    if len(texts) > 1:
         raise SpecError(
             f"targets: expected adapters with the same chat template, found different ones ({TEMPLATE_NAME} in "
-            f"{', '.join(str(found[name]) for name, text in texts.items() if text is not None)}, none in "
-            f"{sum(text is None for text in texts.values())} others); evaluate the adapters of each template separately"
+            f"{', '.join(map(str, files.values()))}, none in {len(folders) - len(files)} others); evaluate the "
+            "adapters of each template separately"
         )
-    return next(iter(texts.values()))
+    return next(iter(texts), None)
 
 
 def _as_evaluated(base: BaseModelSpec, model: str) -> BaseModelSpec:

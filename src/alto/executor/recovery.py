@@ -210,15 +210,16 @@ def data_fingerprints(data: TaskData, chat_template: str | None = None) -> dict[
     """Return the digests of a task's data by name.
 
     ``fingerprint`` is :func:`data_fingerprint`, which a resumed run checks. The other digests are used to compare
-    runs and do not include test rows and chat template: one covers training and validation rows, the other only
-    validation rows.
+    runs, or their rows with those that are evaluated later, and do not include the chat template: one covers training
+    and validation rows, the others only validation or test rows.
     """
     digests = dict(zip(data.named_splits, running_digests(*data.splits), strict=True))
     *_, last = digests.values()
     found = {"fingerprint": _with_template(last, chat_template)}
     found["train_validation_fingerprint"] = digests.get("validation", digests["train"])
-    if data.has_validation:
-        found["validation_fingerprint"] = digest_of(data.validation)
+    for name, split in data.named_splits.items():
+        if name != "train":
+            found[f"{name}_fingerprint"] = digest_of(split)
     return found
 
 

@@ -110,8 +110,8 @@ class Rollouts:
     def _draw_others(
         self, drawn: Mapping[JobState, Sampled], rewards: dict[JobState, list[float]], failures: dict[JobState, str]
     ) -> None:
-        """Replace prompts whose completions all have the same reward, as often as a job's ``dynamic_sampling`` allows; jobs
-        for which a reward fails move from ``rewards`` to ``failures``."""
+        """Replace prompts whose completions all have the same reward, as often as a job's ``dynamic_sampling``
+        allows. Jobs for which a reward fails move from ``rewards`` to ``failures``."""
         for attempt in itertools.count(1):
             others = {
                 (job, group): other

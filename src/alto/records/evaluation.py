@@ -135,11 +135,12 @@ class AdapterEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """The evaluations of adapters, of the base model alone if requested, and every generated text."""
+    """The evaluations of adapters, of the base model alone if requested, every generated text, and notices."""
 
     adapters: tuple[AdapterEvaluation, ...]
     baseline: Evaluation | None
     predictions: tuple[Prediction, ...]
+    notes: tuple[str, ...] = ()
 
 
 _NORMAL = statistics.NormalDist().inv_cdf(0.975)

@@ -9,7 +9,7 @@
         jobs/<job>/last/     adapter and optimizer state of the job's last checkpoint, while it can be resumed
         jobs/<job>/start/    adapter from which a cloned job starts
         control/             commands from other processes
-        best/                the task's best adapter
+        best/                the task's best adapter, with tokenizer and chat template
         logs/                output and exit of every executor started by a queue
         report.html
         run.lock             held by the process that works on the run

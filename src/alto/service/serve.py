@@ -266,6 +266,8 @@ class _Planes:
             strategy=settings.strategy, cluster=settings.cluster, total_gpus=settings.total_gpus, quotas={}
         )
         folder, before = control_folder(settings.root, epoch), history_before(settings.root)
-        with opened_control_plane(setup, folder, before=before, needs_gpus=self._needs_gpus) as plane:
+        with opened_control_plane(
+            setup, folder, before=before, machines=settings.machines, needs_gpus=self._needs_gpus
+        ) as plane:
             self._needs_gpus = plane.has_gpus
             yield plane

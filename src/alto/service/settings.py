@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from alto.errors import SpecError
 from alto.spec import SpecModel, canonical_keys, parse_reward_funcs, read_mapping
@@ -53,6 +53,8 @@ class ServiceSettings(SpecModel):
         database: SQLAlchemy address; None uses an SQLite file in ``data_dir``.
         artefacts: Storage of uploaded files and adapters, a path or any fsspec URL; None uses ``data_dir``.
         cluster, total_gpus, strategy: See :class:`alto.Engine`.
+        machines: Numbers of GPUs of the cluster's machines when all of them are there. Tasks that fit on them or on the
+            present machines are accepted. None: the largest machines that the cluster has had.
         models: Base models by the names that requests use: shipped names, hub ids or local folders.
         hub_models: Whether requests may also name any model of the Hugging Face hub.
         trust_remote_code: Names of models whose own Python code may run.
@@ -74,6 +76,9 @@ class ServiceSettings(SpecModel):
     cluster: str = Field(default="local", min_length=1, description="machines that tasks run on")
     total_gpus: int | None = Field(default=None, ge=1, description="maximum number of GPUs to use")
     strategy: str = Field(default="adapter_parallel", description="how a task uses several GPUs")
+    machines: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        default=None, description="numbers of GPUs of the cluster's machines"
+    )
     models: Mapping[str, str] = Field(default={"alto-tiny": "alto-tiny"}, description="base models by name")
     hub_models: bool = Field(default=False, description="whether requests may name any model of the hub")
     trust_remote_code: tuple[str, ...] = Field(default=(), description="models whose own code may run")
@@ -97,7 +102,7 @@ class ServiceSettings(SpecModel):
             given["vllm"] = canonical_keys(given["vllm"], fields=VllmSettings.model_fields, aliases={}, where="vllm")
         super().__init__(**given)
 
-    @field_validator("trust_remote_code", mode="before")
+    @field_validator("trust_remote_code", "machines", mode="before")
     @classmethod
     def _accept_list(cls, value: object) -> object:
         return tuple(value) if isinstance(value, list) else value
@@ -122,6 +127,15 @@ class ServiceSettings(SpecModel):
     @classmethod
     def _accept_mapping(cls, value: object) -> object:
         return VllmSettings(**value) if isinstance(value, Mapping) else value
+
+    @model_validator(mode="after")
+    def _check_machines(self) -> ServiceSettings:
+        if self.machines is not None and self.cluster == "local":
+            raise ValueError(
+                "machines should be given with a cluster of several machines, found cluster: local, which is this "
+                "machine. Remove it."
+            )
+        return self
 
     @property
     def root(self) -> Path:

@@ -436,6 +436,13 @@ class DataKeys(SpecModel):
         """The dataset as text; for a mixture, the paths of all sources."""
         return " + ".join(source.path for source in self.sources) if self.sources else str(self.dataset)
 
+    @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """Names of all datasets: files, hub datasets and presets."""
+        of_sources = (name for source in self.sources for name in (source.path, source.validation_dataset))
+        named = (self.dataset, self.validation_dataset, self.test_dataset, *of_sources)
+        return tuple(name for name in named if isinstance(name, str))
+
     def of_source(self, source: MixtureSource) -> DataKeys:
         """Return the keys for the rows of one source: the source's own keys, completed by those of the task."""
         own = source.model_dump(exclude={"path", "name", "weight"})

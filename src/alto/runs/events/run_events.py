@@ -43,8 +43,8 @@ class TaskStarted(RunEvent):
         num_validation: Number of validation rows.
         data: Rows and tokens of every split, the rows that were cut or left out, the ``form`` of the rows, whether
             their replies are lists of messages (``of_messages``), the ``max_length`` at which they are cut, a
-            ``fingerprint`` of every token, one of training and validation rows (``train_validation_fingerprint``), and
-            one of validation rows (``validation_fingerprint``).
+            ``fingerprint`` of every token, one of training and validation rows (``train_validation_fingerprint``),
+            one of validation rows (``validation_fingerprint``) and one of test rows (``test_fingerprint``).
         max_slots: Slots of all ranks.
         early_exit: Early-exit settings, as in the task file.
         device: Device of the first rank, for example ``cuda:0``.

@@ -169,6 +169,7 @@ class Coordinator:
         self._num_delays: Counter[str] = Counter()
         self._silent_since: float | None = None
         self._house_at = 0.0
+        self._tried_epoch: int | None = None
         self.plane: ControlPlane | None = None
         self.failure: BaseException | None = None
         """The error that keeps this server from leading; None if all is well. Errors of single jobs do not count."""
@@ -205,7 +206,7 @@ class Coordinator:
     def _lead(self) -> None:
         _LOG.info("this server leads")
         with (
-            self._open_plane(self._leadership.epoch) as plane,
+            self._connected() as plane,
             ThreadPoolExecutor(2, "alto-checks") as pool,
             registering(self._service),
         ):
@@ -214,6 +215,7 @@ class Coordinator:
             self._num_delays, self._silent_since = Counter(), None
             try:
                 self._limit_tenants(plane)
+                self._fail_too_large(plane)
                 while not self._is_stopping.is_set():
                     self._service.work.clear()
                     self._turn_in_patience(plane, pool)
@@ -222,6 +224,18 @@ class Coordinator:
                 self._note_ends(plane)
             finally:
                 self.plane = None
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[ControlPlane]:
+        """Yield the control plane of this leader. Its first attempt to connect may take longer than the lease; after a
+        failed attempt, another server may lead when the lease has ended."""
+        epoch = self._leadership.epoch
+        is_first, self._tried_epoch = epoch != self._tried_epoch, epoch
+        with contextlib.ExitStack() as opened:
+            with self._leadership.renewed() if is_first else contextlib.nullcontext():
+                plane = opened.enter_context(self._open_plane(epoch))
+            self._tried_epoch = None
+            yield plane
 
     def _turn_in_patience(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
         """Run one turn; while the database does not answer for a short time, executors continue."""
@@ -311,6 +325,18 @@ class Coordinator:
                     _LOG.info("job %s of tenant %s is queued", job.id, job.tenant)
             self._num_delays.pop(job.id, None)
         self._service.work.set()
+
+    def _fail_too_large(self, plane: ControlPlane) -> None:
+        """Fail jobs that do not fit on the machines of the settings: they would wait forever."""
+        if self._service.settings.machines is None:
+            return
+        _, most = plane.capacity()
+        with self._service.store.reading() as session:
+            rows = session.scalars(select(JobRow).where(JobRow.status.in_(("queued", "running"))))
+            waiting = [row for row in rows if row.task.get("num_gpus", 1) > most]
+        for row in waiting:
+            with self._alone(row, "invalid_job"):
+                plane.check(settled_task(self._service, row))
 
     # -- jobs of the control plane ---------------------------------------------------------------------------------
 

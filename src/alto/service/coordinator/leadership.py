@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sqlalchemy import select, update
-from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError
+from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
@@ -100,6 +101,28 @@ class Leadership:
             self.check(session)
             session.execute(update(LeaderRow).where(LeaderRow.id == _ID).values(renewed_at=database_time(session)))
         self._renew_at = self._clock() + self._lease_s / _RENEWALS
+
+    @contextlib.contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Renew the lease on a separate thread while the block runs, which may take longer than the lease.
+
+        If that fails, or another server leads, the next renewal after the block reports it.
+        """
+        has_ended = threading.Event()
+
+        def renew() -> None:
+            with contextlib.suppress(LostLeadershipError):
+                while not has_ended.wait(self._lease_s / _RENEWALS):
+                    with contextlib.suppress(SQLAlchemyError):  # the database may answer again in time
+                        self.renew()
+
+        thread = threading.Thread(target=renew, name="alto-lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
 
     def check(self, session: Session) -> None:
         """Check that this server leads, and keep it the leader until the transaction ends.
