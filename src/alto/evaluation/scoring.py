@@ -274,8 +274,8 @@ def fitting_scorer(rows: Sequence[Row]) -> ScorerName:
     replies = [_reference(row, exact) for row in scorable(rows, exact)]
     if len(replies) < len(rows):
         raise DataError(
-            f"expected rows of a prompt and a reply, found {len(rows) - len(replies)} without a prompt; name other columns, "
-            "or choose another goal"
+            f"expected rows of a prompt and a reply, found {len(rows) - len(replies)} without a prompt; name other "
+            "columns, or choose another goal"
         )
 
     def fits(scorer: ScorerName, form: str) -> bool:
