@@ -341,8 +341,8 @@ class RunHistory(JournalFold):
         # A finished run that trains further jobs gets a new result.
         self.result, self.adapter_check = None, None
         self.finalists, self.scorer, self.scorer_failure = (), "", ""
-        for job in self.jobs:
-            self.measuring_failures.pop((job, "validation"), None)  # measured again
+        for job_id in self.jobs:
+            self.measuring_failures.pop((job_id, "validation"), None)  # measured again
         # Stays cut off by the interruption end at the last event before it: nothing was trained after that.
         for name in list(self._open_stays):
             job = self.jobs[name]
