@@ -106,7 +106,7 @@ def test_the_template_is_kept_with_the_adapter_and_in_the_run(tmp_path: Path) ->
 
 
 def test_an_adapter_without_a_template_was_trained_with_that_of_its_base(tmp_path: Path) -> None:
-    """As adapters of version 0.2, which had no tokenizer beside them."""
+    """Adapters of version 0.2 had no tokenizer beside them."""
     task = make_task(tmp_path, max_steps=2, max_slots=1, report_to="none")
     engine = Engine(output_dir=tmp_path / "runs")
     new, rows = Path(engine.tune(task).adapter_dir), task.validation_dataset

@@ -351,8 +351,8 @@ class _Queue:
         return not self.waiting and not self.running
 
     @property
-    def is_joined(self) -> bool:
-        """Whether other texts join now: half of the batch has ended, so the prompts of many are computed together."""
+    def has_room(self) -> bool:
+        """Whether other texts should join now: half of the batch has ended, so many prompts are computed together."""
         return len(self.running) <= self.batch_size // 2 and self._num_joining > 0
 
     @property
@@ -394,7 +394,7 @@ def _write(
     while not queue.is_empty:
         if batch is None:
             batch = _Batch(backbone, adapters, queue.begin(), ends)
-        elif queue.is_joined and batch.can_join:
+        elif queue.has_room and batch.can_join:
             batch.join(_Batch(backbone, adapters, queue.begin(), ends))
         else:
             batch.step()
@@ -427,6 +427,8 @@ class _Batch:
         self._mask_BL = torch.tensor(masks, device=backbone.device)
         positions_BT = (self._mask_BL.cumsum(1) - 1).clamp(min=0)
         self._schedule: Any = adapters.schedule(_tokens_of_slots(firsts, width, len(adapters)))
+        self._next_B: Tensor
+        self._positions_B: Tensor
         self._compute(
             torch.tensor(padded, device=backbone.device),
             positions_BT,
@@ -437,7 +439,12 @@ class _Batch:
     @property
     def can_join(self) -> bool:
         """Whether other texts can join; the rows of sliding windows have no padding to move them by."""
-        return all(type(layer) is RoomyLayer for layer in self._cache.layers)
+        return len(self._layers) == len(self._cache.layers)
+
+    @property
+    def _layers(self) -> list[RoomyLayer]:
+        """The layers of the cache whose rows can be moved."""
+        return [layer for layer in self._cache.layers if isinstance(layer, RoomyLayer)]
 
     def step(self) -> None:
         """Compute the last token of every text, and draw the next one."""
@@ -448,14 +455,14 @@ class _Batch:
 
     def join(self, other: _Batch) -> None:
         """Add the texts of another batch."""
-        texts = [*self.texts, *other.texts]
         if not other.texts:
             return
+        texts = [*self.texts, *other.texts]
         order = sorted(range(len(texts)), key=lambda row: texts[row].slot)
         self.texts, self._schedule = [texts[row] for row in order], None
         rows_B = torch.tensor(order, device=self._backbone.device)
         width = self._width
-        for layer, others in zip(self._cache.layers, other._cache.layers, strict=True):
+        for layer, others in zip(self._layers, other._layers, strict=True):
             layer.join(others, rows_B.argsort(), width)
         masks = [functional.pad(mask, (width - mask.shape[1], 0)) for mask in (self._mask_BL, other._mask_BL)]
         self._mask_BL = torch.cat(masks)[rows_B]
@@ -501,7 +508,7 @@ class _Batch:
         width = self._mask_BL.shape[1]
         if self.can_join:
             width = self._width
-            for layer in self._cache.layers:
+            for layer in self._layers:
                 layer.keep(rows_B, width)
         else:
             self._cache.batch_select_indices(rows_B)

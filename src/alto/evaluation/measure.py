@@ -137,6 +137,7 @@ def measure(
     conversations = [row for row in chosen if not isinstance(row, Pair | LabelledText)]
     if not chosen:
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
+    measured: tuple[str, ...]
     if rewards is not None:
         measured, scoring = (), None
     elif rows.labels is None:

@@ -142,7 +142,7 @@ class MeasurementFailed(RunEvent):
     Attributes:
         job: Id of the job whose best adapter was to be measured; empty for the starting point of all jobs.
         evidence: The reason, as for a job that exits as ``failed``: numbers or text by name.
-        split: Which rows: ``validation`` or ``test``.
+        split: The rows: ``validation`` or ``test``.
     """
 
     job: str
