@@ -181,7 +181,7 @@ def test_what_one_task_prints_is_in_its_own_log_alone(machine: Started) -> None:
 def test_other_gpus_or_another_base_are_refused(machine: Started) -> None:
     begin(machine, "a")
     for wrong in ({"gpus": (1,)}, {"base": "n"}):
-        with pytest.raises(ValueError, match="expected the GPUs and the base model of 'x'"):
+        with pytest.raises(ValueError, match="the GPUs and the base model of its executor 'x'"):
             machine.start("b", executor="x", **({"base": "m"} | wrong))
     with pytest.raises(ValueError, match="expected GPUs among the free ones"):
         machine.start("b", executor="y", base="m")

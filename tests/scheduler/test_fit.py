@@ -92,6 +92,8 @@ def test_if_speed_still_rises_at_the_largest_step_a_pass_is_as_large_as_the_mode
     assert saturated_pass(points(0.99)) == 4 * 800, "the model is not trusted further"
     alike = [ThroughputPoint(num_jobs=1, num_tokens=tokens, duration_s=tokens * 1e-3) for tokens in (100, 400)]
     assert saturated_pass(alike) == 100, "the smallest step is fast enough"
+    constant = [ThroughputPoint(num_jobs=jobs, num_tokens=12 * jobs, duration_s=2.0 * jobs) for jobs in (1, 2)]
+    assert saturated_pass(constant) == 4 * 24, "a pass takes the same time with any number of tokens"
 
 
 def test_saturation_is_the_smallest_step_that_is_nearly_as_fast_as_any() -> None:

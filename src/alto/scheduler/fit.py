@@ -127,11 +127,12 @@ def saturated_pass(points: Sequence[ThroughputPoint]) -> int:
     fewest = min(point.num_jobs for point in points)
     alike = [point for point in points if point.num_jobs == fewest]
     measured, fit = saturation(alike), fit_throughput(points)
-    if measured < max(point.num_tokens for point in alike) or not fit.token_s:
+    if measured < max(point.num_tokens for point in alike):
         return max(measured, saturation(points))
-    of_model = SATURATED / (1.0 - SATURATED) * (fit.step_s + fit.job_s * fewest) / fit.token_s
-    most = _EXTRAPOLATED * max(point.num_tokens for point in points)
-    return max(measured, saturation(points), min(math.ceil(of_model), most))
+    of_model = most = _EXTRAPOLATED * max(point.num_tokens for point in points)
+    if fit.token_s:
+        of_model = math.ceil(SATURATED / (1.0 - SATURATED) * (fit.step_s + fit.job_s * fewest) / fit.token_s)
+    return max(measured, saturation(points), min(of_model, most))
 
 
 def _check_measured(points: Sequence[ThroughputPoint]) -> None:
