@@ -140,7 +140,7 @@ def test_frames_of_pandas() -> None:
         {**row, "note": note} for row, note in zip(ROWS, [None, *"abcde"], strict=True)
     ]
     twice = pandas.DataFrame([["a", "b"]], columns=["prompt", "prompt"])
-    with pytest.raises(SpecError, match="frame of rows"):
+    with pytest.raises(SpecError, match="data frame with unique column names"):
         make_task(dataset=twice)
 
 
