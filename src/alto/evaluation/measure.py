@@ -123,7 +123,7 @@ def measure(
         max_tokens_per_pass: Maximum number of tokens in a forward pass that computes losses.
         max_length: Number of tokens to which rows are truncated for the loss; None truncates to the model's positions.
         scoring: The preferred scorer if the metric is ``auto``; it is used if it can score all rows.
-        rewards: If given, the mean reward of the answers is measured, whatever the metric.
+        rewards: If given, the mean reward of the answers is measured, for any metric.
 
     Raises:
         DataError: There are no rows, or the rows do not contain the data that the metric needs.
