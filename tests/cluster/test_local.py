@@ -191,7 +191,7 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with RunDir(tmp_path).locked():
         (order,) = orders.new()
         assert isinstance(order, WorkOrder)
-        with pytest.raises(RunBusyError, match="found that one still works"):
+        with pytest.raises(RunBusyError, match="found that another process has held"):
             worker._wait_until_free(order.attempt)
         orders.work(ticket, attempt)
         code = textwrap.dedent(

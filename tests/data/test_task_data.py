@@ -53,7 +53,7 @@ def test_counts_tell_what_was_cut_and_left_out(tmp_path: Path) -> None:
     assert counts["train_tokens"] == sum(ids.numel() for ids in data.train.input_ids)
     assert 0 < counts["train_truncated_rows"] <= 24
     assert counts["validation_trained_tokens"] == sum(int((row >= 0).sum()) for row in data.validation.targets)
-    assert any(f"{counts['train_truncated_rows']} training rows of 24" in note for note in data.notes)
+    assert any(f"{counts['train_truncated_rows']} of 24 training rows" in note for note in data.notes)
 
 
 def test_a_missing_file_is_found_before_any_work(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_chat_template_that_has_changed_is_read(folder: Path, load: Callable[[
     before = load(base)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     edit(folder / "tokenizer_config.json", chat_template="{{ messages }} as changed")
-    with base.used(), pytest.raises(RunBusyError, match="another one, or has other settings or other files"):
+    with base.used(), pytest.raises(RunBusyError, match="a different id, different settings or different files"):
         load(base)
     found = load(base)
     assert found is not before
