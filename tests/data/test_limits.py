@@ -64,7 +64,8 @@ def test_rows_longer_than_the_models_positions_are_cut_and_counted(tmp_path: Pat
     rows = write_long_rows(tmp_path / "rows.jsonl", is_paired=method == "dpo")
     task = make_task(tmp_path, model=str(model), method=method, dataset=rows, validation_dataset=rows)
     what = "pair" if method == "dpo" else "row"
-    expected = f"1 of 12 training {what}s (8.3%) cut at the model's 128 positions, which are fewer than max_length 1024."
+    cut = f"1 of 12 training {what}s (8.3%) cut"
+    expected = f"{cut} at the model's 128 positions, which are fewer than max_length 1024."
     preview = Engine().preview(task)
     assert preview.row_tokens[2] == POSITIONS
     assert (preview.counts["train_truncated_rows"], preview.counts["validation_truncated_rows"]) == (1, 1)
