@@ -45,6 +45,7 @@ def test_the_file_is_made_where_there_is_none(tmp_path: Path) -> None:
                 "date": "2026-01-01T00:00:00+00:00",
                 "reward_accuracy": None,
                 "reward_margin": None,
+                "reward": None,
                 "scorer": None,
                 "score": None,
                 "accuracy": None,
