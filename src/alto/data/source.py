@@ -230,7 +230,7 @@ def open_source(name: str, key: str, keys: DataKeys) -> Source:
 
 
 def is_elsewhere(name: str) -> bool:
-    """Return whether ``name`` is no file of this machine, but may be a file of another machine or a hub dataset."""
+    """Return whether ``name`` is not a file on this machine, but may be one on another machine, or a hub dataset."""
     path = Path(name).expanduser()
     return not _exists(path) and (path.is_absolute() or find_preset(name) is not None or _is_hub_id(name))
 

@@ -294,9 +294,11 @@ class QueueRunner:
 
 @contextlib.contextmanager
 def _saving(live: LiveQueue, controller: Controller) -> Iterator[None]:
-    """Let running tasks save and end if the block raises an error. This does not apply to an immediate stop by the
-    user, nor if the controller itself has failed. `SystemExit` and the cancellation of an asyncio task count as
-    errors."""
+    """Stop running tasks, after they have saved, if the block raises an error.
+
+    This does not apply to an immediate stop by the user, nor if the controller itself has failed. `SystemExit` and the
+    cancellation of an asyncio task count as errors.
+    """
     try:
         yield
     except BaseException as error:

@@ -212,7 +212,7 @@ class JobAdmitter:
         self._planned_for: tuple[int, ResidentLimits] | None = None
 
     def admit_jobs(self, share: int | None = None, taken: Collection[int] = ()) -> bool:
-        """Let the scheduler make a plan, then admit and park jobs. Do nothing if the plan cannot have changed.
+        """Make a plan, then admit and park jobs accordingly. Do nothing if the plan cannot have changed.
 
         Args:
             share: Maximum number of slots of the task; None sets no limit.

@@ -215,7 +215,7 @@ def _plain(value: Any) -> Any:
 
 
 def _written(write: Callable[[BinaryIO], object], ending: str, key: str) -> Path:
-    """Let ``write`` write a file, name it by the digest of its content, and return its path."""
+    """Create a file with ``write``, name it by the digest of its content, and return its path."""
     folder = cache_home() / "rows"
     try:
         folder.mkdir(parents=True, exist_ok=True)
