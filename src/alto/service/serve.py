@@ -39,6 +39,10 @@ from alto.service.web.answers import ERROR_ANSWERS, RequestCounts, RequestIds, a
 from alto.service.web.bodies import BodyLimits
 from alto.version import __version__
 
+KEEP_ALIVE_S = 75
+"""Seconds after which an idle connection is closed: longer than clients and proxies keep one (5 to 60 s), so that none
+sends a request at the moment in which the server closes the connection."""
+
 
 def create_app(service: Service, coordinator: Coordinator | None = None) -> FastAPI:
     """Return the application that serves ``service``; ``coordinator`` is this process's coordinator, if it has one."""
@@ -181,6 +185,7 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=5,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 server_header=False,
             )
         )
