@@ -65,6 +65,20 @@ def test_a_job_samples_the_same_alone_and_among_fifteen_others() -> None:
     assert len({tuple(text.tokens) for sampled in among.values() for text in sampled.texts}) > num_texts
 
 
+def test_random_numbers_depend_on_the_seed_of_a_job_and_on_its_step() -> None:
+    bank = bank_of([{"seed": 1}, {"seed": 2}])
+    job, other = bank.jobs
+
+    def numbers(of_job: JobState) -> list[float]:
+        return list(rollouts.Sampled.of_rows(of_job, 0, [0], bank.backbone).texts[0].numbers)
+
+    first = numbers(job)
+    assert numbers(job) == first
+    assert numbers(other) != first
+    job.step += 1
+    assert numbers(job) != first, "the same row in a later epoch"
+
+
 @torch.no_grad()
 def training_log_probs(bank: Bank, job: JobState, texts: list[Text]) -> list[float]:
     """Return the log-probabilities of all sampled tokens in a pass over complete texts, as in training."""
