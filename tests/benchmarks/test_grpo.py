@@ -23,7 +23,7 @@ def test_the_smallest_scale_has_all_figures(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "grpo-smoke.json").read_text(encoding="utf-8"))
     assert set(grpo.GOALS) <= set(found["figures"])
     assert all(found["figures"][name] > 0 for name in ("batched_over_trl", "early_exit_over_trl"))
-    assert [row["system"] for row in found["rows"]] == ["trl", "trl", "batched", "early exit"]
+    assert [row["system"] for row in found["rows"]] == ["trl", "trl", "parity", "batched", "early exit"]
 
 
 def test_a_winner_that_learned_nothing_fails_the_gate():

@@ -362,6 +362,7 @@ EQUAL, CERTAIN, ENDLESS = {"equal_groups": 1.0}, {"entropy": 1e-4}, {"truncated"
         ([(3, EQUAL), (5, {}), (3, EQUAL), (2, EQUAL)], 13),
         ([(3, CERTAIN)], None),
         ([(8, {}), (4, CERTAIN)], 12),
+        ([(2, CERTAIN), (1, {}), (2, CERTAIN)], None),
         ([(4, {}), (4, ENDLESS)], 8),
         ([(8, ENDLESS)], None),  # as long as it was at the start
         ([(4, {}), (4, ENDLESS | {"reward": 0.9})], None),  # long answers earn more

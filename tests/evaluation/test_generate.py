@@ -111,7 +111,7 @@ def test_every_adapter_writes_what_peft_writes_with_it_alone(
     adapters: list[SavedAdapter | None] = [read_saved_adapter(folder) for folder in folders]
     adapters.insert(2, None)
     backbone = Backbone(tiny_model(architecture), TOKENIZER, "tiny")
-    for batch_size in (20, 7):
+    for batch_size in (20, 7, 2):  # with 2, most texts join one that another adapter writes
         assert completions(backbone, PROMPTS[:4], adapters, batch_size=batch_size) == expected
 
 

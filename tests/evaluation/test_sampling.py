@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
 from alto.backbone import Backbone
-from alto.evaluation import Sampling, Text, uniform_numbers, write
+from alto.evaluation import Sampling, Text, generate, uniform_numbers, write
 from alto.evaluation.generate import NO_TOKEN
 from alto.evaluation.key_value_cache import RoomyLayer
 from alto.evaluation.target import loaded_adapters
@@ -137,11 +137,16 @@ def test_texts_that_end_in_the_pass_in_which_memory_runs_out_are_kept(monkeypatc
             raise torch.OutOfMemoryError("no memory, as the test wants it")
         keep(layer, rows, num_tokens)
 
+    whole = all_texts()
+    with loaded_adapters(backbone, [None] * len(SETTINGS), "tiny") as served:
+        write(backbone, served, whole, batch_size=8)
     monkeypatch.setattr(RoomyLayer, "keep", refusing)
+    sizes.clear()
     with loaded_adapters(backbone, [None] * len(SETTINGS), "tiny") as served:
         assert write(backbone, served, texts, batch_size=8, on_done=done.append) <= 4
     plain = make_model()
     assert [text.tokens for text in texts] == [written_by_hand(plain, text) for text in texts]
+    assert [text.entropy for text in texts] == pytest.approx([text.entropy for text in whole], rel=1e-4)
     assert sum(done) == len(texts)
 
 
@@ -174,10 +179,16 @@ def test_the_share_of_numbers_that_give_a_token_is_its_probability(sampling: Sam
     assert torch.allclose(shares_V, expected_V.softmax(-1), atol=2 / count)
 
 
+def test_the_smallest_number_draws_no_token_that_was_left_out() -> None:
+    logits = torch.tensor([[-5.0, 3.0, 2.0]])
+    assert Sampling(top_k=2).tokens(logits, [0.0])[0].tolist() == [1]
+
+
 def test_a_text_whose_logits_are_not_finite_ends_broken_beside_others() -> None:
     logits = torch.tensor([[math.nan, 0.0], [0.0, 9.0]])
     assert Sampling().tokens(logits, [0.5, 0.5])[0].tolist() == [NO_TOKEN, 1]
     assert Sampling(top_k=1).tokens(logits, [])[0].tolist() == [NO_TOKEN, 1]
+    assert generate._next_tokens(logits, [Text(0, (2,), 3), Text(1, (2,), 3)]).tolist() == [NO_TOKEN, 1], "greedy"
     model = make_model()
     backbone = Backbone(model, TOKENIZER, "tiny")
 

@@ -7,10 +7,12 @@ The oracle is TRL's ``GRPOTrainer`` with PEFT and torch's AdamW on the unmodifie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from isolation import assert_nan_stays_alone
+from oracle import flat, relative_distance
 from oracle_grpo import GivenRewards, SoloGrpo, Spelling, make_grpo_trainer, write_all, written
 from resident_jobs import DATA, LOSS_TOLERANCE, Bank, assert_same_step, make_model, make_task, state_of
 
@@ -52,6 +54,9 @@ DEFAULTS: dict[str, object] = {
 }
 SLOTS = [5, 2, 6, 0, 4, 1, 8, 3, 7]
 
+PARITY_WORST = "parity_worst"
+"""Largest relative difference from TRL's loss, and from the weights after its step; the benchmark of GRPO shows it."""
+
 
 @pytest.fixture(scope="module")
 def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -89,7 +94,7 @@ def texts_of(bank: Bank, job: Any) -> Any:
 
 @pytest.mark.usefixtures("_given_completions")
 def test_five_steps_beside_other_jobs_each_from_equal_state_equal_trl_alone(
-    trl: Any, monkeypatch: pytest.MonkeyPatch
+    trl: Any, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     losses: dict[int, float] = {}
 
@@ -103,6 +108,7 @@ def test_five_steps_beside_other_jobs_each_from_equal_state_equal_trl_alone(
     base, bank = make_model("qwen3"), bank_of(JOBS, SLOTS, "qwen3")
     far_from_the_base(bank)
     solos = [SoloGrpo(base, DATA.train, job.config, trl=trl) for job in bank.jobs]
+    worst = 0.0
     for _ in range(5):
         states = [(state_of(bank, job), texts_of(bank, job)) for job in bank.jobs]
         found = bank.step()
@@ -110,6 +116,10 @@ def test_five_steps_beside_other_jobs_each_from_equal_state_equal_trl_alone(
             solo.load(*state)
             assert_same_step(found[job.id], solo.train_step(texts))
             assert losses[job.slot] == pytest.approx(solo.loss, rel=LOSS_TOLERANCE, abs=1e-7), job.config.objective
+            weights = relative_distance(flat(bank.trainer.bank.read(job.slot)), solo.weights())
+            worst = max(worst, weights, abs(losses[job.slot] - solo.loss) / max(1.0, abs(solo.loss)))
+    assert worst <= LOSS_TOLERANCE
+    record_property(PARITY_WORST, worst)
 
 
 @pytest.mark.usefixtures("_given_completions")

@@ -20,7 +20,7 @@ from tiny import read_journal
 
 import alto
 from alto.backbone import Backbone
-from alto.data import EncodedDataset, JobRows
+from alto.data import IGNORED, EncodedDataset, JobRows
 from alto.early_exit import audit
 from alto.errors import DataError, NoResultError, SpecError, TaskInterruptedError, UntrustedCodeError
 from alto.evaluation import ScorerFailedError, Text, generate
@@ -170,6 +170,24 @@ def rewarded_bank(dynamic_sampling: int) -> tuple[Bank, FirstEqual]:
     (job,) = bank.jobs
     job.context = replace(job.context, rewards=rewards)
     return bank, rewards
+
+
+def test_a_row_that_no_reward_can_score_counts_as_the_mean_of_the_others_in_an_evaluation() -> None:
+    texts = [Text(0, (5,), 3, tokens=[7], end=end, is_finished=True) for end in (1, 1, None)]
+    sampled = rollouts.Sampled(texts, [rollouts.Reference((7,), {})] * 3, GrpoSettings())
+    found = sampled.evaluated([1.0, math.nan, 0.5], Spelling())
+    assert found.rows["reward"] == (1.0, 0.75, 0.5)
+    assert found.loss == -0.75
+    assert found.metrics["truncated"] == pytest.approx(1 / 3)
+    assert found.metrics["completion_tokens"] == pytest.approx(5 / 3)
+    assert [answer.reward for answer in found.answers] == [1.0, None, 0.5]
+
+
+def test_the_reply_of_a_row_is_its_last_trained_part() -> None:
+    ignored, ids = IGNORED, torch.arange(2, 10)
+    targets = torch.tensor([ignored, 4, 5, ignored, ignored, 8, 9, ignored])
+    dataset = EncodedDataset(input_ids=(ids,), targets=(targets,))
+    assert rollouts.prompt_and_reply(dataset, 0) == ((2, 3, 4, 5, 6, 7), [8, 9])
 
 
 def test_other_prompts_are_drawn_for_those_that_teach_nothing() -> None:
