@@ -229,6 +229,10 @@ def _weighted(grader: Mapping[str, Any], own: Mapping[str, Any]) -> list[_Part]:
     return [part._replace(weight=part.weight * weights[name]) for name, part in parts.items()]
 
 
+_MOST_DEPTH = 100
+"""Operations in a formula that are nested; each term of a sum is one."""
+
+
 def _linear(formula: object) -> dict[str, float] | None:
     """Return the factor of every name in a formula, and the constant under the empty name; None if it is not a sum of
     products of a name and numbers. Nothing is evaluated but numbers."""
@@ -236,29 +240,36 @@ def _linear(formula: object) -> dict[str, float] | None:
         return None
     try:
         terms = _terms(ast.parse(formula.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):  # the parser raises the last two
         return None
     return terms if all(map(math.isfinite, terms.values())) else None
 
 
-def _terms(node: ast.expr) -> dict[str, float]:
+def _terms(node: ast.expr, depth: int = _MOST_DEPTH) -> dict[str, float]:
+    if not depth:
+        raise ValueError(f"expected at most {_MOST_DEPTH} nested operations, found more")
     match node:
         case ast.Name(id=name):
             return {name: 1.0}
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return {"": float(number)}
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return _scaled(_terms(operand), -1.0)
+            return _scaled(_terms(operand, depth - 1), -1.0)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _terms(operand)
+            return _terms(operand, depth - 1)
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as operator, right=right):
-            terms, added = _terms(left), _scaled(_terms(right), -1.0 if isinstance(operator, ast.Sub) else 1.0)
+            terms, added = (
+                _terms(left, depth - 1),
+                _scaled(_terms(right, depth - 1), -1.0 if isinstance(operator, ast.Sub) else 1.0),
+            )
             return {name: terms.get(name, 0.0) + added.get(name, 0.0) for name in (*terms, *added)}
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            one, other = sorted((_terms(left), _terms(right)), key=lambda terms: terms.keys() != {""})
+            one, other = sorted(
+                (_terms(left, depth - 1), _terms(right, depth - 1)), key=lambda terms: terms.keys() != {""}
+            )
             return _scaled(other, _number(one))
         case ast.BinOp(left=left, op=ast.Div(), right=right):
-            return _scaled(_terms(left), 1.0 / _number(_terms(right)))
+            return _scaled(_terms(left, depth - 1), 1.0 / _number(_terms(right, depth - 1)))
     raise ValueError(f"expected sums and products, found {type(node).__name__}")
 
 
