@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,11 @@ def test_the_command_has_only_options_of_alto_serve(name: str) -> None:
     known = {option for parameter in serve.params for option in parameter.opts}
     assert {option for option in options if option.startswith("--")} <= known
     assert "--data-dir" in options
+
+
+def test_the_image_installs_extras_that_exist() -> None:
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = re.findall(r"EXTRAS=(\S+)", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+    assert len(lists) == 2
+    for extras in lists:
+        assert {"service", "s3"} <= set(extras.split(",")) <= set(project["optional-dependencies"])

@@ -33,6 +33,7 @@ EXTRAS: Mapping[str, str] = {
     "gguf": "GGUF files for llama.cpp and Ollama",
     "gpu": "Triton kernels on NVIDIA GPUs",
     "ray": "clusters of several machines",
+    "s3": "files of the service in an S3-compatible store",
     "scheduler": "optimal schedules of many tasks",
     "search": "search: tpe",
     "service": "alto serve, and the check of adapters with PEFT",
