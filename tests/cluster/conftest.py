@@ -20,9 +20,10 @@ def _entries_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([support, os.environ.get("PYTHONPATH", "")]))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_nodes() -> Iterator[RayMachine]:
-    """A Ray cluster to which this process is connected: a head without slots and two nodes of two slots."""
+    """A Ray cluster, which ends with the file because it takes memory and CPU time even when idle: a head
+    without slots and two nodes of two slots; this process is connected to it."""
     with ray_machine() as machine:
         machine.add_node()
         machine.add_node()

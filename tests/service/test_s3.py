@@ -6,18 +6,15 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("sqlalchemy", reason="needs the extra 'service'")
-pytest.importorskip("s3fs", reason="needs s3fs")
-pytest.importorskip("moto.server", reason="needs moto[server]")
 
-import boto3
 import fsspec
 from fastapi.testclient import TestClient
-from moto.server import ThreadedMotoServer
 from served_models import add_model
 from services import served
 
@@ -25,12 +22,21 @@ from alto.service.files import Artefacts
 from alto.service.serve import create_app, opened_service
 from alto.service.settings import ServiceSettings
 
+# moto and boto3 are imported where they are used, because every worker of pytest imports this file.
+pytestmark = [
+    pytest.mark.skipif(find_spec("s3fs") is None, reason="needs s3fs"),
+    pytest.mark.skipif(find_spec("moto") is None, reason="needs moto[server]"),
+]
+
 MIB = 2**20
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of an empty bucket; environment variables name the server, as for any S3-compatible store."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
     found = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     found.start()
     host, port = found.get_host_and_port()
@@ -58,6 +64,8 @@ class Cut:
 
 
 def test_contents_are_written_whole_read_and_deleted(bucket: str, tmp_path: Path) -> None:
+    import boto3
+
     store, other = Artefacts(bucket), Artefacts(bucket)
     assert store.local_folder("models") is None
     assert store.names("models/a") == []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from alto.trackers import tracking
 from alto.trackers.mlflow import MlflowTracker
 from benchmarks.servers.vllm_server import free_port
 
-mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-pytest.importorskip("sqlalchemy", reason="mlflow's SQLite store needs sqlalchemy")
-
-# raised by MLflow and its libraries
-pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+# MLflow is imported where it is used, because it takes seconds, and every worker of pytest imports this file.
+pytestmark = [
+    pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed"),
+    pytest.mark.skipif(find_spec("sqlalchemy") is None, reason="mlflow's SQLite store needs sqlalchemy"),
+    pytest.mark.filterwarnings("ignore::Warning"),  # raised by MLflow and its libraries
+]
 
 Event = dict[str, Any]
 
@@ -31,9 +33,11 @@ Event = dict[str, Any]
 @pytest.fixture(scope="module", params=["store", "server"])
 def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of an empty store, made once, because MLflow takes seconds to make one; or of a server in front."""
+    from mlflow import MlflowClient
+
     folder = tmp_path_factory.mktemp("mlflow")
     store = f"sqlite:///{folder / 'mlflow.db'}"
-    mlflow.MlflowClient(store).search_experiments()
+    MlflowClient(store).search_experiments()
     if request.param == "store":
         yield store
         return
@@ -59,9 +63,11 @@ def answers(url: str) -> bool:
 @pytest.fixture
 def client(address: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A client of the store, with an experiment of this test's own."""
+    from mlflow import MlflowClient
+
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", request.node.name)
-    return mlflow.MlflowClient(address)
+    return MlflowClient(address)
 
 
 def show(events: list[Event], run_dir: Path) -> None:
