@@ -7,6 +7,7 @@ import tomllib
 from email.message import Message
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,14 @@ ROOT = Path(__file__).parents[2]
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that requires what is installed, whether or not ALTO itself is installed."""
     require(monkeypatch, [f"torch=={torch.__version__}"], {})
+    come_from(monkeypatch, None)
+
+
+def come_from(monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None) -> None:
+    """Make pip's note on where the package came from; None without a note, for an index."""
+    text, others = None if origin is None else json.dumps(origin), metadata.distribution
+    ours = SimpleNamespace(read_text=lambda file: text)
+    monkeypatch.setattr(metadata, "distribution", lambda name: ours if name == "alto-lora" else others(name))
 
 
 def require(monkeypatch: pytest.MonkeyPatch, needed: list[str], extras: dict[str, list[str]]) -> None:
@@ -82,8 +91,33 @@ def test_extras_are_listed_with_what_they_are_for(monkeypatch: pytest.MonkeyPatc
     done = invoke()
     assert done.exit_code == 0
     assert "extras:      data\n" in done.output
-    assert 'GGUF files for llama.cpp and Ollama: pip install "alto-lora[gguf]" (needs absent-package>=2)' in done.output
+    assert "GGUF files for llama.cpp and Ollama: pip install 'alto-lora[gguf]' (needs absent-package>=2)" in done.output
     assert facts_of()["extras"] == {"data": [], "gguf": ["absent-package>=2"]}
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'alto-lora[gguf]' "),
+        (
+            {"url": "file:///home/me/a%20clone", "dir_info": {"editable": True}},
+            "pip install -e '/home/me/a clone[gguf]' ",
+        ),
+        ({"url": "file:///home/me/alto", "dir_info": {}}, "pip install '/home/me/alto[gguf]' "),
+        ({"url": "https://example.org/alto.git", "vcs_info": {}}, "pip install 'alto-lora[gguf]' "),
+    ],
+)
+def test_an_extra_is_installed_from_where_alto_came_from(
+    monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None, command: str
+) -> None:
+    require(monkeypatch, [], {"gguf": ["absent-package>=2"]})
+    come_from(monkeypatch, origin)
+    assert f"Ollama: {command}(needs" in invoke().output
+
+
+def test_a_package_with_an_extra_of_its_own_is_shown_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    require(monkeypatch, [], {"peft": ["peft>=999"], "service": ["absent-package", "peft>=999"]})
+    assert facts_of()["extras"] == {"peft": ["peft>=999"], "service": ["absent-package"]}
 
 
 def test_extras_are_unknown_where_alto_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

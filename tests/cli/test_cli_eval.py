@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import io
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,12 +181,24 @@ def labelled_run(folder: Path, labels: list[Any], method: str) -> Path:
 
 
 @pytest.mark.parametrize("num_labels", [3, 13])
-def test_a_classifier_has_accuracy_f1_and_a_table_of_its_confusions(num_labels: int, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_a_classifier_has_accuracy_f1_and_a_table_of_its_confusions(
+    num_labels: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ["[b]dull[/b]", "fair", "warm", *(f"kind {n}" for n in range(num_labels - 3))]
     run = labelled_run(tmp_path, names, "classification")
-    done = invoke(run, "--dataset", tmp_path / "texts.jsonl")
+    path = tmp_path / "predictions.jsonl"
+    done = invoke(run, "--dataset", tmp_path / "texts.jsonl", "--save-predictions", path)
     assert done.exit_code == 0, done.output
     (found,) = evaluations(run / "best")
+    predicted = predictions_in(path)
+    assert [line["text"] for line in predicted] == [f"Film {n} was {name}." for n in range(8) for name in names]
+    assert [line["label"] for line in predicted] == names * 8
+    pairs = Counter((line["label"], line["predictions"]["best"]["label"]) for line in predicted)
+    assert {one: {other: pairs[one, other] for other in row} for one, row in found["confusion"].items()} == found[
+        "confusion"
+    ]
+    assert all(1 / num_labels < line["predictions"]["best"]["probability"] <= 1 for line in predicted)
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
     assert lines[0] == ["best", f"{found['loss']:.4f}", f"{found['accuracy']:.1%}", f"{found['macro_f1']:.4f}"]
     shown = sorted(names) if num_labels == 3 else []
@@ -197,14 +211,20 @@ def test_a_classifier_has_accuracy_f1_and_a_table_of_its_confusions(num_labels: 
     assert '<th scope="col" class="number">Macro F1</th>' in page
     assert f'<td class="number">{found["macro_f1"]:.4g}</td>' in page
     assert "Spearman" not in page
+    assert '<table id="labels">' in page
+    exec(html.unescape(page.partition('<code id="snippet">')[2].partition("</code>")[0]), {})
+    assert capsys.readouterr().out.strip() in names
 
 
 @pytest.mark.parametrize("is_constant", [False, True])
 def test_a_regressor_has_its_squared_error_and_rank_correlation(is_constant: bool, tmp_path: Path) -> None:
     run = labelled_run(tmp_path, [0.5, 0.5] if is_constant else [0.0, 1.0, 2.5], "regression")
-    done = invoke(run)
+    path = tmp_path / "predictions.jsonl"
+    done = invoke(run, "--save-predictions", path)
     assert done.exit_code == 0, done.output
     (found,) = evaluations(run / "best")
+    errors = [line["predictions"]["best"]["label"] - line["label"] for line in predictions_in(path)]
+    assert found["mse"] == pytest.approx(sum(error**2 for error in errors) / len(errors))
     assert (found["spearman"] is None) == is_constant
     rho = "–" if is_constant else f"{found['spearman']:.4f}"
     (cells,) = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]

@@ -89,7 +89,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluate(target: Path, **settings: Any) -> dict[str, Evaluation]:
     result = alto.Engine().evaluate(target, **settings)
-    assert result.predictions == ()
+    assert (result.predictions, result.label_predictions) == ((), ())
     return {found.name: found.evaluation for found in result.adapters}
 
 
@@ -208,6 +208,33 @@ def test_the_rows_that_a_run_validates_on_have_the_numbers_of_its_journal(traine
         assert getattr(found, name) == pytest.approx(last["metrics"][name])
 
 
+def test_predictions_are_the_label_of_every_row_and_its_probability(trained: tuple[str, Path], tmp_path: Path) -> None:
+    kind, run = trained
+    rows = rows_of(kind, 20, 3)
+    file = write(tmp_path / "test.jsonl", rows)
+    found = alto.Engine().evaluate(run, all_jobs=True, dataset=file, predictions=True, limit=16).label_predictions
+    rows = rows[:16]
+    for name in ("job-000", "job-001"):
+        own = [one for one in found if one.weights == name]
+        assert [(one.row, one.text) for one in own] == [(n, row["text"]) for n, row in enumerate(rows, start=1)]
+        logits = peft_logits(run / "jobs" / name / "best", kind, [row["text"] for row in rows])
+        if kind == "number":
+            assert [one.label for one in own] == [row["label"] for row in rows]
+            assert [one.predicted for one in own] == pytest.approx(logits[:, 0].tolist(), rel=1e-3)
+            assert {one.probability for one in own} == {None}
+        elif kind == "one label":
+            chances = torch.tensor(logits).softmax(1).numpy()
+            assert [one.label for one in own] == [row["label"] for row in rows]
+            assert [one.predicted for one in own] == [NAMES[row.argmax()] for row in logits]
+            assert [one.probability for one in own] == pytest.approx(chances.max(1).tolist(), rel=1e-3)
+        else:
+            names = (*NAMES, "short")
+            for one, row, logit in zip(own, rows, logits, strict=True):
+                assert one.label == tuple(name for name in names if name in row["label"])
+                assert one.predicted == tuple(name for name, value in zip(names, logit, strict=True) if value > 0)
+                assert one.probability == pytest.approx(tuple(1 / (1 + np.exp(-logit[logit > 0]))), rel=1e-3)
+
+
 def test_a_label_that_no_row_has_counts_as_in_training() -> None:
     rows = replace(labelled(6, 1, ONE_LABEL), classes=(0, 0, 1, 1, 1, 0))
     predicted_QK = torch.eye(3, dtype=torch.float64)[[0, 0, 1, 1, 0, 0]]
@@ -239,7 +266,6 @@ def test_several_numbers_have_the_mean_of_their_rank_correlations() -> None:
         ({"metric": "preference"}, "their predictions are always measured"),
         ({"metric": {"scorer": "exact"}}, "their predictions are always measured"),
         ({"baseline": True}, "the base model alone has no head"),
-        ({"predictions": True}, "they generate no answers"),
         ({"backend": "vllm"}, "they generate no answers"),
         ({"batch_size": 8}, "they generate no answers"),
         ({"max_new_tokens": 8}, "they generate no answers"),

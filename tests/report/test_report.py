@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 from html_pages import HOSTILE, Page
 
+from alto.artifacts import ModelUse
 from alto.errors import RunError, RunNotFoundError
+from alto.records import LabelSet
 from alto.report.report import report_page, write_report
 from alto.runs import read_history
 
@@ -24,7 +28,7 @@ def test_report_tells_the_result(small_run, page_of):
     text = page_of(small_run).text
     for expected in (
         "maths", "lr 2e-4 · r 8", "1.9000", "57.5 %", "1,700 trained of 4,000", "24 s",
-        "rank 3 of 3 at 10 %: 2 kept", "smoothed training loss became infinite", "2.13.0", "AutoPeftModelForCausalLM",
+        "rank 3 of 3 at 10 %: 2 kept", "smoothed training loss became infinite", "2.13.0", "in PEFT format",
         "at 10 % keep 50 %",
     ):  # fmt: skip
         assert expected in text
@@ -124,7 +128,7 @@ def test_unfinished_run(small_run, page_of):
     page = page_of(small_run[:11])
     assert "This run is not finished." in page.text
     assert "Best job so far" in page.text
-    assert "AutoPeftModelForCausalLM" not in page.text
+    assert "in PEFT format" not in page.text
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 2, 6])
@@ -186,14 +190,40 @@ def test_evaluations_of_the_best_adapter(small_run, write_run):
     assert "img" not in page.tags
 
 
-def test_labels_are_read_from_the_run_whatever_name_the_page_shows(small_run, write_run):
+@pytest.mark.parametrize("has_card", [True, False])
+def test_the_code_is_that_of_the_model_card_whatever_name_the_page_shows(small_run, write_run, has_card):
     best = write_run(small_run) / "best"
     best.mkdir()
-    (best / "labels.json").write_text(json.dumps({"id2label": {"0": "bad", "1": "good"}}))
+    labels = LabelSet(problem_type="single_label_classification", names=("bad", "good"))
+    (best / "labels.json").write_text(json.dumps(labels.to_config()))
+    code = ModelUse(model_class="AutoModelForCausalLM", has_template=True, labels=labels).adapter_code(
+        "alto-tiny", "folder"
+    )
+    if has_card:
+        (best / "README.md").write_text(f"# A card\n\n{code}\n")
     page = report_page(best.parent, read_history(best.parent), shown_as=Path("ftjob-1"))
-    assert "AutoPeftModelForSequenceClassification.from_pretrained" in page
-    assert "ftjob-1" in page
+    shown = html.unescape(page.partition('<code id="snippet">')[2].partition("</code>")[0])
+    expected = code.removeprefix("```python\n").removesuffix("\n```\n").replace("path/to/this/folder", "ftjob-1/best")
+    assert shown == (expected if has_card else "")
+    assert "alto eval ftjob-1 --save-predictions predictions.jsonl" in page
+    assert "vllm serve" not in page
     assert str(best) not in page
+
+
+def test_the_f1_of_each_label_is_a_table(small_run, write_run):
+    best = write_run(small_run) / "best"
+    best.mkdir()
+    found = {"dataset": "test.csv", "num_rows": 9, "loss": 0.5, "accuracy": 0.8, "settings": {}, "date": None}
+    scores = {"billing": 0.91, HOSTILE: 0.25, "rare": None}
+    other = {"dataset": "new.csv", "label_f1": {**scores, "rare": 0.125}}
+    evaluations = [{**found, "label_f1": scores}, {**found, **other}, {**found, "dataset": "c", "label_f1": None}]
+    (best / "metrics.json").write_text(json.dumps({"evaluations": evaluations}))
+    page = write_report(best.parent).read_text(encoding="utf-8")
+    table = page.partition('<table id="labels">')[2].partition("</table>")[0]
+    cells = [html.unescape(cell) for cell in re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", table)]
+    assert cells[:3] == ["Label", "best, test.csv", "best, new.csv"]
+    assert cells[3:] == ["billing", "0.91", "0.91", HOSTILE, "0.25", "0.25", "rare", "–", "0.125"]
+    assert "img" not in Page(page).tags
 
 
 def test_the_newest_of_equal_evaluations_of_the_base_is_shown_and_nothing_unmeasured(small_run, write_run):

@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import alto
+from alto.artifacts import ModelUse
 from alto.cli import app
 from alto.errors import RunWriteError, SpecError
 from alto.report import write_comparison
@@ -220,6 +221,9 @@ def test_the_winner_s_configuration_makes_the_same_job(tmp_path):
 
 def test_commands_name_the_run_and_python_the_adapter(small_run, write_run):
     run_dir = write_run(small_run)
+    (run_dir / "best").mkdir()
+    code = ModelUse(model_class="AutoModelForCausalLM", has_template=True).adapter_code("alto-tiny", "folder")
+    (run_dir / "best" / "README.md").write_text(code)
     page = write_report(run_dir).read_text(encoding="utf-8")
     commands = [copied(page, f"command-{index}") for index in (1, 2, 3, 4)]
     assert commands == [
@@ -228,8 +232,8 @@ def test_commands_name_the_run_and_python_the_adapter(small_run, write_run):
         f"vllm serve alto-tiny --enable-lora --max-lora-rank 8 --lora-modules maths={run_dir}/best",
         "alto tune winner.yaml",
     ]
-    assert copied(page, "snippet").startswith("from peft import AutoPeftModelForCausalLM\n")
-    assert f'from_pretrained("{run_dir}/best")' in copied(page, "snippet")
+    assert copied(page, "snippet").startswith("from peft import PeftModel\n")
+    assert f'folder = "{run_dir}/best"\n' in copied(page, "snippet")
 
 
 @pytest.mark.parametrize(("rank", "allowed"), [(1, 8), (8, 8), (9, 16), (64, 64), (65, 128)])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
@@ -15,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import typer
 from packaging.requirements import Requirement
@@ -32,11 +36,12 @@ EXTRAS: Mapping[str, str] = {
     "docs": "this documentation as a site",
     "gguf": "GGUF files for llama.cpp and Ollama",
     "gpu": "Triton kernels on NVIDIA GPUs",
+    "peft": "the check of adapters with PEFT, alto export --merged, and the Python code of model cards",
     "ray": "clusters of several machines",
     "s3": "files of the service in an S3-compatible store",
     "scheduler": "optimal schedules of many tasks",
     "search": "search: tpe",
-    "service": "alto serve, and the check of adapters with PEFT",
+    "service": "alto serve",
     "tracking": "TensorBoard",
     "vllm": "fast answers in alto eval",
     "dev": "development of ALTO",
@@ -120,9 +125,22 @@ def _check_requirements(found: Diagnosis) -> None:
     for requirement in requirements:
         if _applies(requirement, "") and (fault := _fault(requirement)):
             found.problems.append(f"expected {_short(requirement)}, found {fault}; pip install '{_short(requirement)}'")
-    for extra in about.get_all("Provides-Extra") or ():
-        needed = [item for item in requirements if _applies(item, extra) and not _applies(item, "")]
+    extras = about.get_all("Provides-Extra") or ()
+    for extra in extras:
+        # A package with an extra of its name is shown only there, though other extras contain that extra.
+        own = [item for item in requirements if item.name == extra or item.name not in extras]
+        needed = [item for item in own if _applies(item, extra) and not _applies(item, "")]
         found.extras[extra] = [_short(item) for item in needed if _fault(item)]
+
+
+def _install(extra: str) -> str:
+    """Return the command that adds an extra to this installation: from the clone or file it came from, or by name."""
+    text = metadata.distribution("alto-lora").read_text("direct_url.json")  # pip writes it if no index was used
+    origin = json.loads(text) if text else {}
+    is_file = str(origin.get("url", "")).startswith("file:")
+    name = url2pathname(urlsplit(origin["url"]).path) if is_file else "alto-lora"
+    option = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f"pip install {option}{shlex.quote(f'{name}[{extra}]')}"
 
 
 def _applies(requirement: Requirement, extra: str) -> bool:
@@ -202,7 +220,7 @@ def _lines(found: Diagnosis) -> Iterator[str]:
         yield "not installed:"
     for extra, missing in found.extras.items():
         if missing and extra != "dev":  # those who need it know it
-            yield f'  {EXTRAS.get(extra, "")}: pip install "alto-lora[{extra}]" (needs {", ".join(missing)})'
+            yield f"  {EXTRAS.get(extra, '')}: {_install(extra)} (needs {', '.join(missing)})"
     yield "" if found.problems else "everything that ALTO needs works"
     for problem in found.problems:
         yield f"problem: {problem}"

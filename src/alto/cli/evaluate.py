@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -88,7 +88,7 @@ def evaluate(
             "--save-predictions",
             metavar="FILE",
             help="Generate an answer to every row, also with the base model, and write them to FILE (one JSON line "
-            "per row).",
+            "per row); for classification and regression, write the predicted labels.",
             callback=reachable,
         ),
     ] = None,
@@ -120,12 +120,12 @@ def evaluate(
             on_progress=on_progress,
         )
     if save_predictions is not None:
-        _write(save_predictions, result.predictions)
+        _write(save_predictions, result)
     for note in result.notes:
         typer.echo(note, err=True)
     if as_json:
         facts = dataclasses.asdict(result)
-        del facts["predictions"]
+        del facts["predictions"], facts["label_predictions"]
         print_json(facts)
         return
     first = result.adapters[0]
@@ -183,10 +183,16 @@ def _progress(console: Console, *, silent: bool) -> Iterator[Callable[[str, int,
         yield show
 
 
-def _write(path: Path, predictions: Sequence[Prediction]) -> None:
-    """Write one line per row, with the answers of all adapters and the base model."""
+def _write(path: Path, result: EvaluationResult) -> None:
+    """Write one line per row, with the answers of all adapters and the base model, or with the predicted labels."""
     rows: dict[int, dict[str, Any]] = {}
-    for one in predictions:
+    for found in result.label_predictions:
+        line = rows.setdefault(
+            found.row, {"row": found.row, "text": found.text, "label": found.label, "predictions": {}}
+        )
+        chance = {} if found.probability is None else {"probability": found.probability}
+        line["predictions"][found.weights] = {"label": found.predicted, **chance}
+    for one in result.predictions:
         line = rows.setdefault(
             one.row, {"row": one.row, "prompt": one.prompt, "reference": one.reference, "predictions": {}}
         )

@@ -31,7 +31,7 @@ from alto.lora import ServedAdapters
 from alto.objectives import read_states, token_losses
 from alto.objectives.base import run_sums
 from alto.objectives.labelled import label_f1
-from alto.records import LabelSet
+from alto.records import LabelSet, RowLabel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +154,20 @@ def label_metrics(logits_QK: Tensor, dataset: EncodedDataset) -> Mapping[str, An
         **_agreement(predicted_Q[:, None] == every_K, actual_Q[:, None] == every_K, labels),
         "confusion": confusion,
     }
+
+
+def predicted_labels(logits_QK: Tensor, labels: LabelSet) -> list[tuple[RowLabel, float | tuple[float, ...] | None]]:
+    """Return the predicted label of every row, with the probability of each predicted class; None for a regression."""
+    if labels.problem_type == "regression":
+        return [(tuple(row), None) for row in logits_QK.tolist()]
+    if labels.problem_type == "multi_label_classification":
+        chances, marks = logits_QK.sigmoid().tolist(), (logits_QK > 0).double().tolist()
+        return [
+            (tuple(own), tuple(chance for chance, mark in zip(of_row, own, strict=True) if mark))
+            for of_row, own in zip(chances, marks, strict=True)
+        ]
+    chances_Q, predicted_Q = logits_QK.softmax(1).max(1)
+    return list(zip(predicted_Q.tolist(), chances_Q.tolist(), strict=True))
 
 
 def _agreement(predicted_QK: Tensor, actual_QK: Tensor, labels: LabelSet) -> dict[str, Any]:

@@ -16,10 +16,20 @@ import torch
 from torch import Tensor
 
 from alto.backbone import Backbone, check_classifier, is_out_of_memory, limits_of, load_backbone, load_tokenizer
-from alto.data import Conversation, EncodedDataset, Encoding, HeldoutRows, LabelledText, Pair, Row, tokenize
+from alto.data import (
+    ChatTemplate,
+    Conversation,
+    EncodedDataset,
+    Encoding,
+    HeldoutRows,
+    LabelledText,
+    Pair,
+    Row,
+    tokenize,
+)
 from alto.errors import DataError, DeviceMemoryError, NoResultError, SpecError
 from alto.evaluation.generate import Prompt, Text, answers_of, check_prompts, complete, max_positions, prompts_of
-from alto.evaluation.loss import Choices, HeldoutPass, label_metrics, options_of
+from alto.evaluation.loss import Choices, HeldoutPass, label_metrics, options_of, predicted_labels
 from alto.evaluation.matching import Matching, matching_of
 from alto.evaluation.rewards import Completion, Rewards
 from alto.evaluation.scorers import Answer, OnTurn, ScorerFailedError
@@ -29,7 +39,15 @@ from alto.evaluation.target import BASE, loaded_adapters
 from alto.evaluation.vllm import complete_with_vllm
 from alto.lora import HEAD, SavedAdapter
 from alto.objectives.pairs import preference_metrics
-from alto.records import GRADED_SCORERS, AdapterEvaluation, Evaluation, EvaluationResult, Prediction
+from alto.records import (
+    GRADED_SCORERS,
+    AdapterEvaluation,
+    Evaluation,
+    EvaluationResult,
+    LabelPrediction,
+    LabelSet,
+    Prediction,
+)
 from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Scoring, quantisation_keys
 
 _Scorer = Callable[[Sequence[Answer], OnTurn], Sequence[float | None]]
@@ -66,6 +84,37 @@ def predictions_of(
     ]
 
 
+def label_predictions_of(
+    rows: Sequence[Row], logits_QK: Tensor, labels: LabelSet, tokenizer: Any, weights: str
+) -> list[LabelPrediction]:
+    """Return the predicted label of every row.
+
+    Args:
+        rows: Labelled texts.
+        weights: Name of the adapter that the logits are from.
+    """
+    found = []
+    for number, (row, (predicted, probability)) in enumerate(
+        zip(rows, predicted_labels(logits_QK, labels), strict=True), start=1
+    ):
+        assert isinstance(row, LabelledText)
+        if isinstance(row.text, str):
+            text = row.text if row.text_pair is None else f"{row.text}\n{row.text_pair}"
+        else:
+            text = ChatTemplate(tokenizer).text(row.text, open_turn=False)
+        found.append(
+            LabelPrediction(
+                weights=weights,
+                row=number,
+                text=text,
+                label=labels.value_of(row.label),
+                predicted=labels.value_of(predicted),
+                probability=probability,
+            )
+        )
+    return found
+
+
 class _RewardScorer:
     """The rewards of the answers in ``texts``, as a scorer.
 
@@ -91,7 +140,6 @@ _NOT_OF_HEADS = {
     "metric": "their predictions are always measured",
     "baseline": "the base model alone has no head",
     "backend": "they generate no answers",
-    "predictions": "they generate no answers",
     "batch_size": "they generate no answers",
     "max_new_tokens": "they generate no answers",
 }
@@ -150,7 +198,8 @@ def measure(
     if scoring is not None:
         _check_scorable(conversations, scoring, tokenizer)
     scorer = scorer_of(scoring) if scoring is not None and is_generated else None
-    prompts = _prompts(chosen, is_generated, settings, tokenizer)  # before the model is loaded
+    generates = rows.labels is None and (is_generated or settings.predictions)
+    prompts = _prompts(chosen, is_generated, tokenizer) if generates else []  # before the model is loaded
     bench = _Bench(adapters, base, device, settings, on_progress)
     if settings.backend == "vllm":
         results = _Results(texts=bench.texts_of_vllm(prompts, tokenizer))
@@ -232,6 +281,7 @@ def measure(
         ),
         baseline=evaluations.get(BASE) if settings.baseline else None,
         predictions=tuple(prediction for of_one in judged.values() for prediction in of_one),
+        label_predictions=results.label_predictions,
     )
 
 
@@ -245,6 +295,7 @@ class _Results:
         preferences: Reward accuracy and reward margin, averaged over pairs.
         num_pairs: Number of pairs in these averages.
         of_labels: Metrics of classification heads; see :func:`label_metrics`.
+        label_predictions: Predictions of classification heads.
     """
 
     losses: Sequence[float] = ()
@@ -253,6 +304,7 @@ class _Results:
     preferences: Sequence[tuple[float, float]] = ()
     num_pairs: int | None = None
     of_labels: Sequence[Mapping[str, Any]] = ()
+    label_predictions: tuple[LabelPrediction, ...] = ()
     max_length: int | None = None
     dtype: str | None = None
 
@@ -313,6 +365,7 @@ class _Bench:
         losses: Sequence[float] = ()
         preferences: Sequence[tuple[float, float]] = ()
         of_labels: Sequence[Mapping[str, Any]] = ()
+        predicted: list[LabelPrediction] = []
         if dataset is not None and "loss" in measured:
             with self._pass("loss", self.names, backbone, dataset, max_tokens_per_pass) as heldout:
                 losses = heldout.losses()
@@ -324,9 +377,14 @@ class _Bench:
             check_classifier(backbone, rows.labels)
             heads = [adapter.weights.extras[HEAD] for adapter in self.adapters.values()]
             with self._pass("labels", self.names, backbone, dataset, max_tokens_per_pass) as heldout:
-                of_labels = [label_metrics(logits_QK, dataset) for logits_QK in heldout.logits(heads)]
+                logits = heldout.logits(heads)
+            of_labels = [label_metrics(logits_QK, dataset) for logits_QK in logits]
+            if self.settings.predictions:
+                for name, logits_QK in zip(self.names, logits, strict=True):
+                    predicted += label_predictions_of(rows.rows, logits_QK, rows.labels, backbone.tokenizer, name)
         return _Results(
             of_labels=of_labels,
+            label_predictions=tuple(predicted),
             losses=losses,
             texts=self._texts(backbone, prompts) if prompts else (),
             choices=() if choosing is None else self._choices(backbone, rows.rows),
@@ -444,10 +502,8 @@ def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tok
         raise DataError(f"{scoring.scorer}: {error}") from error
 
 
-def _prompts(chosen: Sequence[Row], is_scored: bool, settings: EvaluationSettings, tokenizer: Any) -> list[Prompt]:
-    """Return the prompts of all rows if answers are scored or predictions are requested; else an empty list."""
-    if not is_scored and not settings.predictions:
-        return []
+def _prompts(chosen: Sequence[Row], is_scored: bool, tokenizer: Any) -> list[Prompt]:
+    """Return the prompts of all rows, for answers that are scored or only saved."""
     try:
         return prompts_of(chosen, tokenizer)
     except DataError as error:

@@ -29,7 +29,8 @@ class EvaluationSettings:
             or for the rewards of a run the ``max_completion_length`` of its job.
         limit: Number of rows to use, from the first; None uses all.
         baseline: Also measure the base model without an adapter.
-        predictions: Generate an answer to every row, with the base model too, even if no metric needs it.
+        predictions: Generate an answer to every row, with the base model too, even if no metric needs it. Adapters with
+            a classification head return the predicted label of every row instead.
         backend: The engine that generates answers: ``alto``, or ``vllm``, which can measure nothing else.
 
     Raises:

@@ -49,6 +49,9 @@ ProblemType: TypeAlias = Literal["single_label_classification", "multi_label_cla
 RowLabel: TypeAlias = int | tuple[float, ...]
 """The label of a row: the index of its class; a 0 or 1 for every label; or the target numbers of a regression."""
 
+LabelValue: TypeAlias = str | float | tuple[str, ...] | tuple[float, ...]
+"""The label of a row as users write it: a name, several names, a number or several numbers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelSet:
@@ -64,6 +67,14 @@ class LabelSet:
     @property
     def num_labels(self) -> int:
         return len(self.names)
+
+    def value_of(self, label: RowLabel) -> LabelValue:
+        """Return the label as users write it."""
+        if isinstance(label, int):
+            return self.names[label]
+        if self.problem_type == "regression":
+            return label[0] if len(label) == 1 else label
+        return tuple(name for name, mark in zip(self.names, label, strict=True) if mark)
 
     def to_config(self) -> dict[str, Any]:
         """Return the arguments for transformers' ``AutoModelForSequenceClassification.from_pretrained`` and its

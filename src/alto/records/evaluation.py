@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from alto.records.data import LabelValue
+
 ScorerName: TypeAlias = Literal[
     "exact",
     "contains",
@@ -121,6 +123,29 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LabelPrediction:
+    """The label that a classification head predicts for one held-out row.
+
+    Attributes:
+        weights: The adapter's name.
+        row: Number of the row among the rows used, from 1.
+        text: The row's text; two texts are separated by a line break, and a conversation is written by the chat
+            template.
+        label: The row's own label.
+        predicted: The predicted label.
+        probability: Probability of the predicted label, or of each predicted label if rows have several; None for a
+            regression.
+    """
+
+    weights: str
+    row: int
+    text: str
+    label: LabelValue
+    predicted: LabelValue
+    probability: float | tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterEvaluation:
     """The evaluation of one adapter.
 
@@ -135,11 +160,13 @@ class AdapterEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """The evaluations of adapters, of the base model alone if requested, every generated text, and notices."""
+    """The evaluations of adapters, of the base model alone if requested, every generated text or predicted label, and
+    notices."""
 
     adapters: tuple[AdapterEvaluation, ...]
     baseline: Evaluation | None
     predictions: tuple[Prediction, ...]
+    label_predictions: tuple[LabelPrediction, ...] = ()
     notes: tuple[str, ...] = ()
 
 

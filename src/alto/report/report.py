@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def winner_commands(
         "alto tune winner.yaml",
     )
     if has_labels:
-        return [alone]
+        save = f"alto eval {run} --save-predictions predictions.jsonl"
+        return [("Write the label that it predicts for every held-out row to a file", save), alone]
     return [
         ("Compare it with the base model", f"alto eval {run} --baseline"),
         (
@@ -81,6 +83,9 @@ UNSHOWN = (
     ("data", "validation_fingerprint"),
 )
 """Nested settings that are not listed."""
+_CODE = re.compile(r'```python\n((?:(?!```).)*folder = )"path/to/this/folder"((?:(?!```).)*)```', re.DOTALL)
+"""The Python code in the model card of an adapter."""
+
 _OF_LABELS = {"accuracy": "Accuracy", "macro_f1": "Macro F1", "mse": "MSE", "spearman": "Spearman's rho"}
 """Titles of the metrics of classifiers and regressors."""
 
@@ -113,23 +118,35 @@ def report_page(run_dir: Path, history: RunHistory, *, price: float | None = Non
     measured = [name for name in numbers if any(found.get(name) is not None for found in evaluations)]
     of_task = None if history.started is None else history.started.gpu_hour_price
     hours = device_hours(history, price_of_hour(price, of_task))
-    context = _context(history, shown_as or run_dir, _num_labels(run_dir / "best" / LABELS_NAME))
+    best, shown_dir = run_dir / "best", shown_as or run_dir
+    context = _context(history, shown_dir, has_labels=(best / LABELS_NAME).is_file())
     titles = {name: title for name, title in _OF_LABELS.items() if name in measured}
     return render_page(
-        "report.html.jinja", **context, evaluations=evaluations, measured=measured, of_labels=titles, hours=hours
+        "report.html.jinja",
+        **context,
+        evaluations=evaluations,
+        measured=measured,
+        of_labels=titles,
+        classified=[found for found in evaluations if found.get("label_f1")],
+        hours=hours,
+        snippet=_python_code(best, shown_dir / "best"),
     )
 
 
-def _num_labels(path: Path) -> int | None:
-    """Return the number of labels of the best adapter's classification head; None without one, or if the file is
-    damaged."""
+def _python_code(best: Path, shown_as: Path) -> str:
+    """Return the Python code in the model card of the best adapter, for its folder; empty if there is no such code.
+
+    Args:
+        shown_as: Path of the folder that the code loads.
+    """
     try:
-        return len(read_json(path)["id2label"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        found = _CODE.search((best / "README.md").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return "" if found is None else f"{found[1]}{json.dumps(str(shown_as), ensure_ascii=False)}{found[2]}"
 
 
-def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict[str, Any]:
+def _context(history: RunHistory, run_dir: Path, *, has_labels: bool) -> dict[str, Any]:
     table = job_table(history)
     winner = history.best if history.result is not None else None
     return {
@@ -153,11 +170,8 @@ def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict
         "settings": _settings(history),
         "shared": _shared_settings(history),
         "adapter_dir": str(run_dir / "best"),
-        "num_labels": num_labels,
         "winner_yaml": "" if winner is None else winner_yaml(history, winner),
-        "commands": (
-            [] if winner is None else winner_commands(history, winner, run_dir, has_labels=num_labels is not None)
-        ),
+        "commands": [] if winner is None else winner_commands(history, winner, run_dir, has_labels=has_labels),
         "jobs_dir": str(run_dir / "jobs"),
         "written_at": timestamp(history.last_seen_at),
         "loss_unit": loss_unit(history.method),
