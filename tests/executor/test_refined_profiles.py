@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from profiles import MEASURED, measured_at_once
+from profiles import MEASURED
 from rich.console import Console
 from tiny import make_task, save_model
 
@@ -143,8 +143,9 @@ def test_a_plan_says_where_the_machine_was_busy(tmp_path: Path, monkeypatch: pyt
 def test_a_run_corrects_what_was_measured_and_is_packed_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fake measurement has steps of at least 0.1 seconds; the model's real steps are faster."""
-    measured_at_once(monkeypatch)
+    """The fake measurement has steps of at least 10 seconds; the model's real steps are faster on any machine."""
+    slow = [replace(point, duration_s=100 * point.duration_s) for point in MEASURED.durations]
+    measured_as(monkeypatch, replace(MEASURED, durations=tuple(slow)))
     task, before = planned(tmp_path / "task", early_exit=False, report_to="none")
     assert len(before.profile) == 24
     result = TaskRunner().begin(task, tmp_path / "runs")
