@@ -61,7 +61,7 @@ def test_a_run_is_measured_on_its_own_held_out_rows(run: Path) -> None:
     before = json.loads((run / "best" / "metrics.json").read_text())
     done = invoke(run, "--baseline", *FAST)
     assert done.exit_code == 0, done.output
-    assert done.stderr == ""
+    assert done.stderr == "loading the base model and the rows\n"
     assert "\x1b" not in done.stdout
     found = evaluations(run / "best")
     assert [(entry["settings"]["weights"], entry["num_rows"]) for entry in found] == [("base", 5), ("adapter", 5)]
@@ -84,7 +84,7 @@ def test_rows_that_have_changed_since_the_run_are_noticed(split: str, tmp_path: 
     held_out = {f"{split}_dataset": str(write_rows(tmp_path / "held_out.jsonl"))}
     task = make_task(tmp_path, **held_out, max_steps=2, early_exit=False)
     run = Path(alto.Engine(output_dir=tmp_path / "runs").tune(task).run_dir)
-    before = invoke(run, "--metric", "loss")
+    before = invoke(run, "--metric", "loss", "--json")
     assert (before.exit_code, before.stderr) == (0, "")
     change_a_row(tmp_path / "held_out.jsonl")
     done = invoke(run, "--metric", "loss", "--json")
@@ -352,8 +352,9 @@ def test_an_error_is_one_message_and_writes_nothing(
     out, err = capfd.readouterr()
     assert exit_.value.code == 1
     assert out == ""
-    assert err.startswith(message)
-    assert err.count("\n") == 1
+    error = err.removeprefix("loading the base model and the rows\n")
+    assert error.startswith(message)
+    assert error.count("\n") == 1
     assert (run / "best" / "metrics.json").read_bytes() == before
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from typer.testing import CliRunner
 
 import alto
+from alto.artifacts.export import vllm_request
 from alto.cli import app
 from alto.errors import AltoError, DiskFullError, RunChangedError, RunExistsError, RunNotFoundError, UnsupportedError
 from alto.importing import import_file, imported_task
@@ -74,7 +75,9 @@ def test_the_best_adapter_is_written_with_a_line_for_vllm(run: alto.TaskResult, 
     folder, base = tmp_path / "out", Path(run.run_dir).parents[1] / "base"
     assert printed == (
         f"adapter: {folder}\nserve with: vllm serve {base} --enable-lora --max-lora-rank 8 --chat-template "
-        f"{folder}/chat_template.jinja --lora-modules tiny={folder}\n"
+        f"{folder}/chat_template.jinja --lora-modules tiny={folder}\nthen ask it: "
+        "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d "
+        """'{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}'\n"""
     )
     best = Path(run.adapter_dir)
     for name in ("adapter_config.json", "adapter_model.safetensors", "metrics.json"):
@@ -99,6 +102,8 @@ def test_a_job_is_merged_and_the_difference_is_printed(run: alto.TaskResult, tmp
     lines = exported(run.run_dir, "--to", tmp_path / "text", "--merged").splitlines()
     assert lines[0].startswith(f"model: {tmp_path / 'text'} (logits differ from the adapter's by ")
     assert lines[1] == f"serve with: vllm serve {tmp_path / 'text'}"
+    assert lines[2].startswith("then ask it: curl http://127.0.0.1:8000/v1/chat/completions ")
+    assert f'{{"model": "{tmp_path / "text"}", "messages"' in lines[2]
 
 
 def test_the_configuration_of_another_trainer_is_that_of_the_job(run: alto.TaskResult, tmp_path: Path) -> None:
@@ -140,7 +145,9 @@ def test_a_classifier_is_merged_with_its_head_and_labels(tmp_path: Path) -> None
         report_to="none",
     )
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
-    assert "vLLM cannot serve the adapter" in exported(result.run_dir, "--to", tmp_path / "adapter")
+    printed = exported(result.run_dir, "--to", tmp_path / "adapter")
+    assert "vLLM cannot serve the adapter" in printed
+    assert "curl" not in printed
     labels: dict[str, Any] = {"num_labels": 2}
     fresh = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", **labels)
     expected = PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()(input_ids=IDS).logits
@@ -175,7 +182,7 @@ def test_the_best_adapter_of_a_run_is_written_with_every_expert_by_itself(base: 
     printed = exported(result.run_dir, "--to", tmp_path / "vllm", "--per-expert")
     assert printed == (
         f"adapter: {tmp_path / 'vllm'}\nserve with: vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules "
-        f"tiny={tmp_path / 'vllm'}\n"
+        f"tiny={tmp_path / 'vllm'}\nthen ask it: {vllm_request('tiny', is_chat=True)}\n"
     )
     tensors = load_file(tmp_path / "vllm" / "adapter_model.safetensors")
     experts = {f"block_sparse_moe.experts.{number}.w{which}" for number in range(4) for which in (1, 2, 3)}

@@ -304,6 +304,45 @@ def test_the_number_of_rows_decides_the_split_and_the_epochs(
     assert task.jobs[0].config.num_train_epochs == epochs
 
 
+def labelled(folder: Path, **counts: int) -> Path:
+    """Write rows with such numbers of labels."""
+    labels = [label for label, count in counts.items() for _ in range(count)]
+    return write(folder / "rows.csv", lambda n: {"text": f"Text {n}.", "label": labels[n]}, len(labels))
+
+
+@pytest.mark.parametrize(
+    ("counts", "metric", "splits", "few"),
+    [
+        ({"good": 300, "bad": 100}, "loss", (0.12, 0.12), None),
+        ({"good": 301, "bad": 100}, "macro_f1", (0.12, 0.12), None),
+        ({"good": 360, "bad": 50}, "macro_f1", (0.2, 0.2), None),
+        ({"good": 390, "bad": 6, "odd": 4}, "macro_f1", (0.25, 0.2), "'bad': 2, 'odd': 2"),
+    ],
+)
+def test_labels_are_counted_and_decide_the_metric_and_the_splits(
+    folder: Path, counts: dict[str, int], metric: str, splits: tuple[float, float], few: str | None
+) -> None:
+    done = invoke("init", labelled(folder, **counts), "--model", "alto-tiny", "--set", "data_seed=1")
+    assert done.exit_code == 0, (done.output, done.exception)
+    shown = ", ".join(f"{name!r}: {count}" for name, count in counts.items())
+    assert f"labels: {shown}\n" in done.stdout
+    task = load_task("task.yaml")
+    assert (task.metric, (task.validation_split, task.test_split)) == (metric, splits)
+    said = re.search("Labels with few validation rows: (.*)[.] Chance", done.stdout)
+    assert (said and said[1]) == few
+    assert done.stderr == f"reading {folder / 'rows.csv'}\n"
+
+
+def test_rows_to_test_on_are_not_split_off_if_there_are_some(folder: Path) -> None:
+    for name in ("train", "test"):
+        write(folder / f"{name}.csv", FORMS["numbers"][2])
+    task = made("train.csv", "--model", "alto-tiny")
+    assert (task.test_dataset, task.test_split) == (str(folder / "test.csv"), None)
+    write(folder / "rows.csv", FORMS["classes"][2])
+    given = made("rows.csv", "--model", "alto-tiny", "--set", "test_split=0.1", "--set", "metric=accuracy", "--force")
+    assert (given.test_split, given.metric) == (0.1, "accuracy")
+
+
 def test_long_rows_are_not_cut_if_the_model_takes_them(folder: Path) -> None:
     write(folder / "rows.jsonl", lambda n: {"text": "a b " * (400 if n else 600)})
     task = made("rows.jsonl", "--model", "alto-tiny")

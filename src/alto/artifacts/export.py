@@ -71,6 +71,18 @@ def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[
     return shlex.join(command), tuple(notes)
 
 
+def vllm_request(model: str, *, is_chat: bool) -> str:
+    """Return the command that asks a vLLM server on this machine for one answer.
+
+    Args:
+        model: Name of the adapter or model in vLLM.
+    """
+    content = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "Hello"}
+    address = f"http://127.0.0.1:8000/v1/{'chat/completions' if is_chat else 'completions'}"
+    body = json.dumps({"model": model, **content}, ensure_ascii=False)
+    return shlex.join(["curl", address, "-H", "Content-Type: application/json", "-d", body])
+
+
 def gguf_command(file: Path) -> str:
     """Return the command that serves a GGUF file with llama.cpp."""
     return shlex.join(["llama-server", "--jinja", "-m", str(file)])
@@ -328,11 +340,16 @@ def write_export(winner: Winner, folder: Path, settings: ExportSettings) -> Expo
     """
     write = {"merged": _write_merged, "gguf": _write_gguf, "config": _write_config}.get(settings.form, _write_adapter)
     command, difference, notes = write(winner, folder, settings)
+    request = ""
+    if command.startswith("vllm ") and not winner.adapter.has_head:
+        model = str(folder) if settings.form == "merged" else winner.name
+        request = vllm_request(model, is_chat=use_of(winner, load_tokenizer(winner.base)).is_chat)
     return ExportResult(
         form=settings.form,
         folder=str(folder),
         files=tuple(sorted(path.name for path in folder.iterdir())),
         command=command,
+        request=request,
         difference=difference,
         notes=notes,
         url="" if settings.push_to_hub is None else push(folder, settings.push_to_hub),

@@ -99,6 +99,8 @@ def evaluate(
     if save_predictions is not None:
         _check_file(save_predictions)
     adapters = targets or [run_to_evaluate()]
+    if not as_json:
+        typer.echo("loading the base model and the rows", err=True)  # with the imports, this may take a minute
     from alto.engine import Engine
 
     console = Console()

@@ -98,7 +98,7 @@ def export(
 
 
 def _show(result: ExportResult) -> None:
-    """Print the folder, how far a merged model differs, and the command to use it; unwrapped, to be copied."""
+    """Print the folder, how far a merged model differs, and the commands to use it; unwrapped, to be copied."""
     compared = ""
     if result.difference is not None:
         compared = f" (logits differ from the adapter's by {result.difference:.1e}, relative)"
@@ -110,5 +110,7 @@ def _show(result: ExportResult) -> None:
     lines += [f"note: {note}" for note in result.notes]
     if result.command:
         lines.append(f"{'train' if result.form == 'config' else 'serve'} with: {result.command}")
+    if result.request:
+        lines.append(f"then ask it: {result.request}")
     for line in lines:
         Console().print(Text(line), soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,7 @@ _COMMENTS: Mapping[str, str] = {
     "model": "the frozen base model: a Hugging Face id, a local folder, or alto-tiny",
     "columns": "which column of the dataset has which role",
     "validation_dataset": "never trained on; all configurations are compared on these rows",
+    "test_dataset": "never used to train or to choose; alto eval measures the winner on these rows",
     "num_train_epochs": "how often a configuration sees every row",
     "lora_alpha": "strength of an adapter; 32 suits every rank below",
     "beta": "how strongly an adapter is kept near the base model",
@@ -133,7 +135,8 @@ def init(
         raise SpecError(f"--to: expected a new file, found {to}. Name a different file, or replace it with --force.")
     given = {_canonical(key): value for key, value in overridden({}, overrides or ()).items()}
     data = data or _ask("Rows to learn from (a file, a hub dataset or a preset)", "DATA")
-    from alto.engine.survey import fitting_reward, look_at, survey_data
+    typer.echo(f"reading {data}", err=True)  # the imports may take long
+    from alto.engine.survey import count_labels, fitting_reward, look_at, survey_data
 
     names = {"dataset": data, "model": model or DEFAULT_MODEL}
     survey = survey_data(Task(**_about_data(names | given)))
@@ -149,8 +152,19 @@ def init(
     if find_method(method).entry.generates and "reward_funcs" not in values:
         values["reward_funcs"] = [fitting_reward(Task(**_about_data(values)))]
     typer.echo(f"{data}: {survey.num_rows:,} rows, {_form(survey, values['method'])}")
-    values |= _validation(values, survey)
-    seen = look_at(build_task({"max_length": 2**20, **values}))
+    counts: Counter[str] = Counter()
+    if values["method"] == "classification":
+        counts = sum(count_labels(_without_limit(values)), counts)
+        typer.echo(f"labels: {_listed(counts)}")
+    values |= _validation(values, survey, counts)
+    if find_method(values["method"]).entry.problem_types:
+        values |= _test(values, survey, counts)
+    if _is_unbalanced(counts) and not {"metric", "select_by"} & values.keys():
+        values["metric"] = "macro_f1"
+    if few := _few(count_labels(_without_limit(values))[1]) if counts else {}:
+        more = ", or raise validation_split" if "validation_split" in values else ""
+        typer.echo(f"Labels with few validation rows: {_listed(few)}. Chance decides their scores; add rows{more}.")
+    seen = look_at(_without_limit(values))
     values |= {key: value for key, value in _defaults(values, survey, seen).items() if key not in values}
     text = _text(_beside(to.parent, values), _facts(survey, values, seen))
     task = Task(**{**read_yaml(text), **{key: values[key] for key in _PATHS if key in values}})
@@ -161,6 +175,11 @@ def init(
     file = shlex.quote(str(to))
     typer.echo(f"{to}: {jobs} of method {task.method} on {task.model}. Next:")
     typer.echo(f"  alto plan {file}    # memory and time; trains nothing\n  alto tune {file}    # trains")
+
+
+def _without_limit(values: Mapping[str, Any]) -> Task:
+    """Return a task whose rows are not cut."""
+    return build_task({"max_length": 2**20, **values})
 
 
 def _canonical(key: str) -> str:
@@ -224,19 +243,63 @@ def _form(survey: DataSurvey, method: str) -> str:
 _SPLIT_NAMES = ("validation", "valid", "val", "dev")
 
 
-def _validation(values: Mapping[str, Any], survey: DataSurvey) -> dict[str, Any]:
+def _validation(values: Mapping[str, Any], survey: DataSurvey, counts: Counter[str]) -> dict[str, Any]:
     """Return the rows to validate on: a file beside the training file, the dataset's own split, or a share of it."""
     if survey.has_validation or {"validation_dataset", "validation_split"} & values.keys():
         return {}
-    file = Path(values["dataset"]).expanduser()
+    if file := _beside_training(values["dataset"], _SPLIT_NAMES):
+        return {"validation_dataset": file}
+    return {"validation_split": _share(survey.num_rows, counts, most=0.25)}
+
+
+def _test(values: Mapping[str, Any], survey: DataSurvey, counts: Counter[str]) -> dict[str, Any]:
+    """Return the rows to test on, found as those to validate on are."""
+    if survey.has_test or {"test_dataset", "test_split"} & values.keys():
+        return {}
+    if file := _beside_training(values["dataset"], ("test",)):
+        return {"test_dataset": file}
+    return {"test_split": _share(survey.num_rows, counts, most=0.2)}
+
+
+def _beside_training(dataset: str, names: Sequence[str]) -> str:
+    """Return the file of the first of ``names`` that is beside a file of training rows; empty if there is none."""
+    file = Path(dataset).expanduser()
     stem, dot, endings = file.name.partition(".")
-    if stem.lower() in ("train", "training") and file.is_file():
-        for name in _SPLIT_NAMES:
-            if (other := file.with_name(f"{name}{dot}{endings}")).is_file():
-                return {"validation_dataset": str(other)}
+    if stem.lower() not in ("train", "training") or not file.is_file():
+        return ""
+    others = (file.with_name(f"{name}{dot}{endings}") for name in names)
+    return next((str(other) for other in others if other.is_file()), "")
+
+
+def _share(num_rows: int, counts: Counter[str], *, most: float) -> float:
+    """Return the share of rows to set aside, with a few rows of the rarest label if ``most`` allows."""
     # Few rows compare configurations by chance, and thousands add nothing.
-    wanted = min(max(survey.num_rows / 10, 50), 1000)
-    return {"validation_split": float(f"{min(wanted / max(survey.num_rows, 1), 0.25):.2g}")}
+    wanted = min(max(num_rows / 10, 50), 1000) / max(num_rows, 1)
+    rarest = min(counts.values(), default=0)
+    return float(f"{min(max(wanted, 2 * _FEW_OF_LABEL / rarest if rarest else 0), most):.2g}")
+
+
+# Labels.
+
+_FEW_OF_LABEL = 5
+_MOST_LABELS = 12
+_UNBALANCED = 3
+
+
+def _is_unbalanced(counts: Mapping[str, int]) -> bool:
+    """Return whether one label has so many more rows than another that accuracy hides the rare one."""
+    return max(counts.values(), default=0) > _UNBALANCED * min(counts.values(), default=0)
+
+
+def _few(counts: Counter[str]) -> dict[str, int]:
+    return {name: count for name, count in counts.items() if count < _FEW_OF_LABEL}
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    """Return labels with their numbers of rows, the most frequent first."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    shown = [f"{name!r}: {count:,}" for name, count in ordered[:_MOST_LABELS]]
+    return ", ".join(shown) + (f", and {len(ordered) - len(shown)} more" if len(ordered) > len(shown) else "")
 
 
 def _defaults(values: Mapping[str, Any], survey: DataSurvey, seen: tuple[DataPreview, int] | None) -> dict[str, Any]:
@@ -278,6 +341,8 @@ def _facts(survey: DataSurvey, values: Mapping[str, Any], seen: tuple[DataPrevie
         "method": f"learns to {_meaning(values['method'])}",
         "dataset": f"{survey.num_rows:,} rows, {_form(survey, values['method'])}",
         "validation_split": f"share{set_aside} never trained on; all configurations are compared on it",
+        "test_split": "share never used to train or to choose; alto eval measures the winner on it",
+        "metric": "mean F1 of the labels, so that a rare one counts as much as a frequent one; or accuracy",
         "max_length": f"longer rows are cut{lengths}",
     }
     if find_method(values["method"]).entry.generates:
@@ -297,7 +362,10 @@ def _meaning(method: str) -> str:
 # The file.
 
 _PATHS = ("model", "dataset", "validation_dataset", "test_dataset")
-_GROUPS = (("name", "model", "method"), ("dataset", "columns", "validation_dataset", "validation_split", "max_length"))
+_GROUPS = (
+    ("name", "model", "method"),
+    ("dataset", "columns", "validation_dataset", "validation_split", "test_dataset", "test_split", "max_length"),
+)
 
 
 def _beside(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,7 @@ def survey_rows(task: Task) -> DataSurvey:
         columns=tuple(rows[0].values) if rows else (),
         methods={method: str(layout) for method, layout in layouts.items()},
         has_validation=splits.validation is not None,
+        has_test=splits.test is not None,
     )
 
 

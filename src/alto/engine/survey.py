@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from alto.backbone import load_config, model_folder
-from alto.data import HeadStore, read_task_rows, survey_rows
+from alto.data import HeadStore, LabelledText, Row, read_task_rows, survey_rows
 from alto.engine.start import preview_task
 from alto.errors import ModelNotFoundError
 from alto.evaluation import fitting_scorer
-from alto.records import DataPreview, DataSurvey
+from alto.records import DataPreview, DataSurvey, LabelSet
 from alto.spec import Task
 
 _NUM_READ = 500
@@ -38,6 +41,26 @@ def look_at(task: Task) -> tuple[DataPreview, int] | None:
         read_task_rows(task, head=HeadStore(_NUM_READ))
         return None
     return preview_task(task, num_rows=0), load_config(task.base_model).get_text_config().hidden_size
+
+
+def count_labels(task: Task) -> tuple[Counter[str], Counter[str]]:
+    """Return how many training and how many validation rows of a classification task have each label.
+
+    Raises:
+        DataError: The rows cannot be read.
+    """
+    rows = read_task_rows(task)
+    assert rows.labels is not None, "the rows of a classification task have labels"
+    return _counts(rows.train, rows.labels.labels), _counts(rows.validation, rows.labels.labels)
+
+
+def _counts(rows: Iterable[Row], labels: LabelSet) -> Counter[str]:
+    counts = Counter(dict.fromkeys(labels.names, 0))
+    for row in rows:
+        assert isinstance(row, LabelledText)
+        value = labels.value_of(row.label)
+        counts.update(map(str, value) if isinstance(value, tuple) else [str(value)])
+    return counts
 
 
 def fitting_reward(task: Task) -> str:

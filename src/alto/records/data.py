@@ -127,10 +127,11 @@ class DataSurvey:
         columns: Names of the columns of the first row that can be read.
         methods: ALTO's methods that learn from such rows, the most likely first; each with the form and the columns
             that it reads.
-        has_validation: Whether the dataset has a validation split of its own.
+        has_validation, has_test: Whether the dataset has a validation or test split of its own.
     """
 
     num_rows: int
     columns: tuple[str, ...]
     methods: Mapping[str, str]
     has_validation: bool
+    has_test: bool
