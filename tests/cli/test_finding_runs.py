@@ -110,7 +110,7 @@ def test_the_latest_run_is_shown_where_none_is_named(command: str, folder: Path,
         write_run(folder / "runs", name, small_run, start=START + start)
     shown = invoke(command)
     assert shown.exit_code == 0, shown.output
-    assert shown.stderr == "latest run: runs/new\n"
+    assert shown.stderr == "latest run: runs/new\nloading the base model and the rows\n"
     assert shown.stdout.startswith("new finished after")
     assert "latest" not in invoke(command, "runs/old").stderr
 
@@ -137,7 +137,7 @@ def test_the_latest_run_is_evaluated_where_no_adapter_is_named(
     write_run(folder / "runs", "old", small_run, start=START)
     write_run(folder / "runs", "new", small_run, start=START + 100)
     write_queue(folder / "runs", {"a": make_task(folder, name="a")}, start=START + 200)
-    assert invoke("eval").stderr == "latest run: runs/new\n"
+    assert invoke("eval").stderr == "latest run: runs/new\nloading the base model and the rows\n"
     assert invoke("eval", "runs/old").stderr == ""
     assert calls == [[Path("runs/new")], [Path("runs/old")]]
 
