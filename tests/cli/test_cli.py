@@ -220,6 +220,13 @@ def test_show_tells_a_run_without_touching_it(interrupted: Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in interrupted.rglob("*") if path.name != "run.lock"}
 
 
+def test_a_file_gets_all_columns_of_the_table(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert "hidden columns" not in invoke("show", interrupted).stdout
+    monkeypatch.setenv("COLUMNS", "50")
+    assert "hidden columns" in invoke("show", interrupted).stdout
+
+
 def test_show_tells_what_was_measured_beside_the_loss(
     preference_run: list[dict[str, Any]], write_run: Callable[[list[dict[str, Any]]], Path]
 ) -> None:

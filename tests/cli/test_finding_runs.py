@@ -138,7 +138,7 @@ def test_the_latest_run_is_evaluated_where_no_adapter_is_named(
     write_run(folder / "runs", "new", small_run, start=START + 100)
     write_queue(folder / "runs", {"a": make_task(folder, name="a")}, start=START + 200)
     assert invoke("eval").stderr == "latest run: runs/new\nloading the base model and the rows\n"
-    assert invoke("eval", "runs/old").stderr == ""
+    assert invoke("eval", "runs/old").stderr == "loading the base model and the rows\n"
     assert calls == [[Path("runs/new")], [Path("runs/old")]]
 
 

@@ -179,12 +179,14 @@ class TestBothPrograms:
         assert not trained.early_exit.enabled
 
     def test_the_arguments_are_imported_as_the_configuration_of_the_program(self, page: Page) -> None:
-        (command,) = (line for line in blocks("bash")[0].splitlines() if line.startswith("alto import "))
-        done = CliRunner().invoke(app, shlex.split(command)[1:])
-        assert done.exit_code == 0, done.output
+        for command in blocks("bash")[0].splitlines():
+            done = CliRunner().invoke(app, shlex.split(command)[1:])
+            assert done.exit_code == 0, done.output
         trained = load_run_task(RunDir(Path(page.names["one"].run_dir)), trust_remote_code=False)
         imported = load_task("imported.yaml")
         assert (imported.jobs[0].config, imported.max_length) == (trained.jobs[0].config, trained.max_length)
+        swept = [(job.config.learning_rate, job.config.r) for job in load_task("sweep.yaml").jobs]
+        assert swept == [(rate, rank) for rate in (1e-4, 5e-4, 2e-3) for rank in (8, 32)]
 
     def test_the_objects_of_the_script_are_the_configuration_of_the_program(self, page: Page) -> None:
         trained = load_run_task(RunDir(Path(page.names["one"].run_dir)), trust_remote_code=False)

@@ -16,10 +16,6 @@ from alto.errors import DataFormatError
 from alto.spec import load_task
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = (
-    *("tutorial.md", "coming-from-axolotl.md", "coming-from-trl.md", "early-exit.md", "evaluation.md"),
-    *("exporting.md", "troubleshooting.md", "trackers.md"),
-)
 
 
 def blocks(page: str, language: str = "") -> list[str]:
@@ -41,13 +37,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "task.yaml").write_text(blocks("tutorial.md", "yaml")[0], encoding="utf-8")
     subprocess.run([sys.executable, "make_shipments.py"], check=True)
     return tmp_path
-
-
-@pytest.mark.parametrize("line", [line for page in PAGES for line in commands(page)])
-def test_a_command_has_the_options_it_is_shown_with(line: str) -> None:
-    words = shlex.split(line, comments=True)[1:]
-    result = CliRunner().invoke(app, [*words, "--help"])
-    assert result.exit_code == 0, result.output
 
 
 def test_the_first_preview_fails_as_shown(folder: Path) -> None:

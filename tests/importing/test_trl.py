@@ -358,3 +358,7 @@ def test_a_note_says_that_only_trl_joins_texts(keys: dict[str, Any], remedy: str
     assert "TRL joins the texts unchanged" in text
     assert text.endswith(f": --set dataset_format={remedy}" if remedy else "unchanged")
     assert found("dataset_format=messages") == []
+
+
+def test_training_on_the_assistants_replies_alone_is_reported(tmp_path: Path) -> None:
+    assert "used as train_on: completion" in line(imported(tmp_path), "assistant_only_loss")

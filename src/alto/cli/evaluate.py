@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alto.cli.options import TrustRemoteCode, complete_run, reachable, run_to_evaluate
-from alto.cli.output import print_json
+from alto.cli.output import output_console, print_json
 from alto.errors import RunWriteError
 from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, GenerationBackend, Metric, Prediction
 
@@ -103,7 +103,7 @@ def evaluate(
         typer.echo("loading the base model and the rows", err=True)  # with the imports, this may take a minute
     from alto.engine import Engine
 
-    console = Console()
+    console = output_console()
     with _progress(console, silent=as_json) as on_progress:
         result = Engine().evaluate(
             adapters,

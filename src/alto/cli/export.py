@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from alto.cli.options import AsJson, TrustRemoteCode, complete_run, reachable
-from alto.cli.output import print_json
+from alto.cli.output import output_console, print_json
 from alto.records import ExportResult, ForeignTool, GgufType
 
 _HOLDS = {
@@ -113,4 +112,4 @@ def _show(result: ExportResult) -> None:
     if result.request:
         lines.append(f"then ask it: {result.request}")
     for line in lines:
-        Console().print(Text(line), soft_wrap=True)
+        output_console().print(Text(line), soft_wrap=True)

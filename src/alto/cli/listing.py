@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from alto.base import resume_command
 from alto.cli.options import RUNS, AsJson, complete_queue, complete_run, reachable
-from alto.cli.output import print_interrupted, print_json
+from alto.cli.output import output_console, print_interrupted, print_json
 from alto.errors import RunBusyError, RunError, RunNotFoundError
 from alto.runs import (
     Mailbox,
@@ -79,7 +78,7 @@ def _list_runs(folder: Path | None, *, as_json: bool) -> None:
     if as_json:
         print_json({"dir": str(root), "runs": [_run_facts(run, now) for run in runs]})
         return
-    console = Console()
+    console = output_console()
     if not runs:
         text = f"no runs in {root.resolve()}; begin one with: alto tune FILE"
         console.print(text, soft_wrap=True, highlight=False, markup=False)
@@ -129,7 +128,7 @@ def _list_tasks(queue: Path, *, as_json: bool) -> None:
         return
     from alto.views import task_list
 
-    console = Console()
+    console = output_console()
     console.print(task_list(progress))
     if status is RunStatus.INTERRUPTED:
         print_interrupted(console, queue_dir.root)

@@ -109,6 +109,20 @@ class Interrupt:
         return self._is_polled and not self._has_ended
 
 
+WIDTH_OF_FILES = 200
+"""Width of output that goes to a file or pipe, in characters; no terminal can be widened there."""
+
+
+def output_console() -> Console:
+    """Return a console for standard output: as wide as its terminal, or else wide enough for all columns of tables.
+
+    Rich would assume 80 characters for a file. The variable ``COLUMNS`` sets another width.
+    """
+    console = Console()
+    is_file = not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ)
+    return Console(width=WIDTH_OF_FILES) if is_file else console
+
+
 def _write(text: str) -> None:
     typer.echo(text, err=True)
 

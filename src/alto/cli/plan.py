@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from alto.cli.options import DEFAULT_MODEL, Overrides, Strategy, complete_task_key
-from alto.cli.output import print_json
+from alto.cli.output import output_console, print_json
 from alto.errors import SpecError
 from alto.importing import ImportedFile, NoteKind, import_file, imported_task
 from alto.records import TaskPlan
@@ -59,7 +59,7 @@ def plan(
     # On stderr, because a program may read the plan from stdout.
     view = PlainView(sys.stderr)
     engine = Engine(strategy=strategy, total_gpus=total_gpus, observers=[] if as_json else [view.observe])
-    console = Console()
+    console = output_console()
     facts = []
     for task in tasks:
         task_plan = engine.plan(task, refresh=refresh)
@@ -109,7 +109,7 @@ def preview(
     from alto.views import preview_text
 
     shown = Engine().preview(task, num_rows=num_rows)
-    console = Console()
+    console = output_console()
     if as_json:
         print_json(dataclasses.asdict(shown))
     elif console.is_terminal and not plain:

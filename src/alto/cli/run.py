@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
 from alto.cli.output import (
     catching_signals,
+    output_console,
     print_error,
     print_json,
     print_notices,
@@ -129,7 +129,7 @@ def work_on_queue(
     from alto.engine import Engine
     from alto.views import queue_summary
 
-    console = Console()
+    console = output_console()
     with catching_signals("queue") as interrupt:
         try:
             with queue_progress(console, interrupt, progress, silent=quiet or as_json) as views:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from alto.cli.options import AnyRun, Run, reachable, run_to_show
-from alto.cli.output import print_interrupted, print_json
+from alto.cli.output import output_console, print_interrupted, print_json
 from alto.runs import QueueDir, QueueProgress, RunDir, RunHistory, RunStatus, TaskStage, gpus_to_json, read_history
 from alto.runs.progress import fraction_done, outlook
 
@@ -28,7 +28,7 @@ def show(
     """Show the jobs of RUN, or the tasks of a queue, and their progress; only reads the run's files."""
     from alto.views import watch_run
 
-    console = Console()
+    console = output_console()
     root = run_to_show(run, "show")
     if QueueDir.exists(root):
         _show_queue(console, root, as_json=as_json, watch=watch, every_s=every_s)
@@ -194,7 +194,7 @@ def compare(
     if as_json:
         print_json(dataclasses.asdict(compared))
         return
-    console = Console()
+    console = output_console()
     console.print(compared)
     if path is not None:
         console.print(f"page: {path}", soft_wrap=True, highlight=False, markup=False)
@@ -218,7 +218,7 @@ def report(
     from alto.runs import QueueDir, QueueProgress, RunDir, read_history
     from alto.views import final_summary, queue_summary
 
-    console = Console()
+    console = output_console()
     root = run_to_show(run, "report")
     is_live = RunDir(root).is_locked()
     if QueueDir.exists(root):

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from alto.cli.options import complete_simulation_key
-from alto.cli.output import print_json
+from alto.cli.output import output_console, print_json
 from alto.errors import SpecError
 from alto.records import SimulationOutcome
 from alto.spec import Simulation, load_simulation
@@ -97,7 +97,7 @@ def simulate(
     if as_json:
         print_json({"outcomes": [_facts(outcome) for outcome in outcomes]})
     else:
-        Console().print(_table(outcomes))
+        output_console().print(_table(outcomes))
         typer.echo(_LEGEND)
         for note in _notes(outcomes):
             typer.echo(note)

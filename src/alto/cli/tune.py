@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from alto.cli.options import (
     AsJson,
@@ -20,7 +19,16 @@ from alto.cli.options import (
     TrustRemoteCode,
     interrupted_run,
 )
-from alto.cli.output import catching_signals, print_error, print_json, print_notices, print_stop, progress, result_facts
+from alto.cli.output import (
+    catching_signals,
+    output_console,
+    print_error,
+    print_json,
+    print_notices,
+    print_stop,
+    progress,
+    result_facts,
+)
 from alto.cli.run import work_on_queue
 from alto.errors import TaskInterruptedError
 from alto.runs import QueueDir, QueueProgress
@@ -78,7 +86,7 @@ def train(
     from alto.runs import read_history
     from alto.views import final_summary
 
-    console = Console()
+    console = output_console()
     with catching_signals() as interrupt:
         try:
             with progress(console, interrupt, silent=quiet or as_json) as views:

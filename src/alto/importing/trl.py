@@ -362,6 +362,8 @@ def _read_masks(draft: Draft) -> None:
             "train_on: completion, only the replies; of rows of messages, TRL would train every token: for this, use "
             "--set train_on=all",
         )
+    elif assistant is True:
+        draft.used("assistant_only_loss", "train_on: completion, only the replies")
     if assistant is not True:  # with assistant_only_loss, TRL accepts only rows of messages
         _report_texts(draft, "sft")
     column = draft.take("dataset_text_field", "text")
