@@ -110,7 +110,7 @@ def test_the_latest_run_is_shown_where_none_is_named(command: str, folder: Path,
         write_run(folder / "runs", name, small_run, start=START + start)
     shown = invoke(command)
     assert shown.exit_code == 0, shown.output
-    assert shown.stderr == "latest run: runs/new\nloading the base model and the rows\n"
+    assert shown.stderr == "latest run: runs/new\n"
     assert shown.stdout.startswith("new finished after")
     assert "latest" not in invoke(command, "runs/old").stderr
 

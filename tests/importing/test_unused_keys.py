@@ -101,6 +101,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "datasets[0].streeming": ("unknown", _UNKNOWN),
         "warmup_step": ("unknown", _UNKNOWN),
         "rank": ("unknown", _UNKNOWN),
+        "assistant_only_loss": ("used as", "train_on: completion"),
         "packing": ("used as", "raise per_device_train_batch_size"),
         "eval_strategy": ("used as", "or a tenth of its rows"),
         "datasets[0].columns": ("not needed", "columns without a role are not read"),
