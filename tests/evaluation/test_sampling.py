@@ -125,6 +125,21 @@ def test_texts_join_when_others_have_ended() -> None:
     assert max(num_rows for num_rows, _ in rows) <= 4
 
 
+def test_texts_wait_for_a_batch_whose_texts_end_at_about_the_same_time() -> None:
+    model, rows = make_model(), []
+    model.generation_config.eos_token_id = None
+    backbone = Backbone(model, SimpleNamespace(eos_token_id=None, pad_token_id=0), "tiny")
+    texts = [Text(0, PROMPTS[0], 10 + index % 3, Sampling(), uniform_numbers(12, index)) for index in range(12)]
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    with loaded_adapters(backbone, [None], "tiny") as served:
+        rows.clear()
+        write(backbone, served, texts, batch_size=4)
+    hook.remove()
+    assert sum(num_tokens == 1 for _, num_tokens in rows) == 3 * 11
+
+
 def test_texts_that_end_in_the_pass_in_which_memory_runs_out_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model, done, sizes = make_model(), list[int](), list[int]()
     model.generation_config.eos_token_id = None

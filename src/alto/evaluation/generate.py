@@ -333,17 +333,24 @@ def _has_room(work: Callable[[], None]) -> bool:
     return True
 
 
+_WORTH_JOINING = 4.0
+"""Idle passes from which on other texts join. On SmolLM2 with 48 texts, 16 at a time, joining at once takes 1.23 of the
+time of waiting if their lengths are 46 to 48 tokens."""
+
+
 class _Queue:
     """Texts to be generated, at most ``batch_size`` at a time.
 
     Attributes:
         waiting: Texts that have not begun.
         running: Texts that have begun and not ended.
+        idle_passes: Sum over the passes since texts joined of the share of the batch that had ended.
     """
 
     def __init__(self, texts: Iterable[Text], batch_size: int) -> None:
         self.waiting = deque(texts)
         self.running: list[Text] = []
+        self.idle_passes = 0.0
         self.batch_size = batch_size
 
     @property
@@ -352,8 +359,13 @@ class _Queue:
 
     @property
     def has_room(self) -> bool:
-        """Whether other texts should join now: half of the batch has ended, so many prompts are computed together."""
-        return len(self.running) <= self.batch_size // 2 and self._num_joining > 0
+        """Whether other texts should join now: half of the batch has ended, and the last texts take long.
+
+        Texts that join end later than those that run, so from then on a part of the batch is always idle. If all texts
+        of a batch are about equally long, it is faster to wait for its end.
+        """
+        is_half_empty = len(self.running) <= self.batch_size // 2
+        return is_half_empty and self.idle_passes >= _WORTH_JOINING and self._num_joining > 0
 
     @property
     def _num_joining(self) -> int:
@@ -367,7 +379,13 @@ class _Queue:
         """Move the texts that join from ``waiting`` to ``running``, and return them sorted by slot."""
         joining = sorted((self.waiting.popleft() for _ in range(self._num_joining)), key=lambda text: text.slot)
         self.running = [*self.running, *joining]
+        self.idle_passes = 0.0
         return joining
+
+    def passed(self, running: list[Text]) -> None:
+        """Take note of a pass after which ``running`` are left."""
+        self.running = running
+        self.idle_passes += 1.0 - len(running) / self.batch_size
 
     def halve(self) -> int:
         """Halve the number of texts at a time. Running texts start again, but for those that ended in the pass that
@@ -399,7 +417,7 @@ def _write(
         else:
             batch.step()
         on_done(len(queue.running) - len(batch.texts))
-        queue.running = batch.texts
+        queue.passed(batch.texts)
         batch = batch if batch.texts else None
 
 
