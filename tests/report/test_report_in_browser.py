@@ -178,6 +178,8 @@ def test_labels_of_rungs_neither_touch_nor_leave_the_figure(open_report, width):
         playwright.expect(labels.first).to_have_text(
             "1 % keep 50 %" if width == 390 else "after 1.3 %, rung at 1 % keep 50 %"
         )
+        # Plotly draws the figure anew, so its parts have no place for a moment.
+        page.wait_for_function("document.querySelector('#validation .main-svg')?.getBoundingClientRect().width > 0")
         boxes = [label.bounding_box() for label in labels.all()]
         assert len(boxes) == 5
         figure = page.locator("#validation .main-svg").first.bounding_box()
