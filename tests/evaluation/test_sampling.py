@@ -129,7 +129,7 @@ def test_texts_wait_for_a_batch_whose_texts_end_at_about_the_same_time() -> None
     model, rows = make_model(), []
     model.generation_config.eos_token_id = None
     backbone = Backbone(model, SimpleNamespace(eos_token_id=None, pad_token_id=0), "tiny")
-    texts = [Text(0, PROMPTS[0], 10 + index % 3, Sampling(), uniform_numbers(12, index)) for index in range(12)]
+    texts = [Text(0, list(PROMPTS[0]), 10 + index % 3, Sampling(), uniform_numbers(12, index)) for index in range(12)]
     hook = model.model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
     )
@@ -137,7 +137,7 @@ def test_texts_wait_for_a_batch_whose_texts_end_at_about_the_same_time() -> None
         rows.clear()
         write(backbone, served, texts, batch_size=4)
     hook.remove()
-    assert [num_rows for num_rows, num_tokens in rows if num_tokens > 1] == [1] * 3, "a prompt for each batch"
+    assert [num_rows for num_rows, num_tokens in rows if num_tokens > 1] == [4] * 3, "the prompts of a batch"
 
 
 def test_texts_that_end_in_the_pass_in_which_memory_runs_out_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
