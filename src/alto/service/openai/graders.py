@@ -6,6 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 from alto.base import quoted
@@ -230,7 +231,7 @@ def _weighted(grader: Mapping[str, Any], own: Mapping[str, Any]) -> list[_Part]:
 
 
 _MOST_DEPTH = 100
-"""Operations in a formula that are nested; each term of a sum is one."""
+"""Maximum depth of nested operations in a formula; each term of a sum adds one."""
 
 
 def _linear(formula: object) -> dict[str, float] | None:
@@ -248,28 +249,24 @@ def _linear(formula: object) -> dict[str, float] | None:
 def _terms(node: ast.expr, depth: int = _MOST_DEPTH) -> dict[str, float]:
     if not depth:
         raise ValueError(f"expected at most {_MOST_DEPTH} nested operations, found more")
+    inner = partial(_terms, depth=depth - 1)
     match node:
         case ast.Name(id=name):
             return {name: 1.0}
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return {"": float(number)}
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return _scaled(_terms(operand, depth - 1), -1.0)
+            return _scaled(inner(operand), -1.0)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _terms(operand, depth - 1)
+            return inner(operand)
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as operator, right=right):
-            terms, added = (
-                _terms(left, depth - 1),
-                _scaled(_terms(right, depth - 1), -1.0 if isinstance(operator, ast.Sub) else 1.0),
-            )
+            terms, added = inner(left), _scaled(inner(right), -1.0 if isinstance(operator, ast.Sub) else 1.0)
             return {name: terms.get(name, 0.0) + added.get(name, 0.0) for name in (*terms, *added)}
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            one, other = sorted(
-                (_terms(left, depth - 1), _terms(right, depth - 1)), key=lambda terms: terms.keys() != {""}
-            )
+            one, other = sorted((inner(left), inner(right)), key=lambda terms: terms.keys() != {""})
             return _scaled(other, _number(one))
         case ast.BinOp(left=left, op=ast.Div(), right=right):
-            return _scaled(_terms(left, depth - 1), 1.0 / _number(_terms(right, depth - 1)))
+            return _scaled(inner(left), 1.0 / _number(inner(right)))
     raise ValueError(f"expected sums and products, found {type(node).__name__}")
 
 
