@@ -21,6 +21,12 @@ from benchmarks.service.simulated_cluster import SimulatedCluster
 FIXED = {"learning_rate": 1e-4, "n_epochs": 1, "num_gpus": 2}
 
 
+def plane_of(service: Served) -> ControlPlane:
+    assert service.coordinator is not None
+    assert service.coordinator.plane is not None
+    return service.coordinator.plane
+
+
 class Bench:
     """A service of two tenants that runs one task at a time; the first one runs until :meth:`order` is called.
 
@@ -52,9 +58,8 @@ class Bench:
 
     def scheduled(self) -> set[str]:
         """Return the names of the jobs that the control plane has and has not begun."""
-        plane = None if self.service.coordinator is None else self.service.coordinator.plane
-        assert plane is not None
-        return {self._names[order.partition(".")[0]] for order, state in plane.states().items() if state.is_new}
+        states = plane_of(self.service).states()
+        return {self._names[order.partition(".")[0]] for order, state in states.items() if state.is_new}
 
     def order(self) -> list[str]:
         """Return the names of all jobs but the first, in the order in which they began."""
@@ -136,6 +141,30 @@ def test_a_header_that_is_no_priority_is_refused(bench: Bench, priority: str, ow
     with pytest.raises(openai.BadRequestError) as raised:
         bench.job("x", own=own, extra_headers={"alto-priority": priority})
     assert "alto-priority" in str(raised.value)
+
+
+def test_the_limit_of_a_new_tenant_holds_from_its_first_task_on(tmp_path: Path) -> None:
+    gate = tmp_path / "go"
+    plane = simulated_plane(tmp_path, lambda: SimulatedCluster(num_gpus=3, duration_s=0.1, waits_for=gate))
+    own: Any = {**FIXED, "num_gpus": 1}
+    with served(tmp_path, open_plane=plane) as service:
+        begun = service.client().fine_tuning.jobs.create(
+            model="alto-tiny", training_file=service.upload(service.client()), hyperparameters=own
+        )
+        wait_for(lambda: service.client().fine_tuning.jobs.retrieve(begun.id).status == "running")
+        with service.service.store.writing() as session:  # after the coordinator has read the limits of all tenants
+            create_tenant(session, "limited", {"max_gpus": 1})
+            key = create_key(session, "limited")[1]
+        client = service.client(key)
+        file = service.upload(client)
+        tasks = [
+            client.fine_tuning.jobs.create(model="alto-tiny", training_file=file, hyperparameters=own).id
+            for _ in range(2)
+        ]
+        wait_for(lambda: len(plane_of(service).states()) == 3)
+        assert [state.is_new for state in plane_of(service).states().values()] == [False, False, True]
+        gate.touch()
+        assert [service.finished(client, task).status for task in tasks] == ["succeeded"] * 2
 
 
 SHARES = {"open-a": True, "open-b": True, "closed-a": False, "closed-b": False}

@@ -6,9 +6,7 @@ processes instead of ``subprocess``.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from collections.abc import Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-__all__ = ["cpu_s", "forks", "run_code"]
+__all__ = ["forks", "run_code"]
 
 _IMPORTED = ["torch.distributed", "transformers", "peft", "alto.cli.app", "alto.cluster.worker", "alto.engine.work"]
 
@@ -27,15 +25,6 @@ def forks() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in _IMPORTED if name.partition(".")[0] in sys.modules])
     return context
-
-
-def cpu_s() -> float:
-    """Return CPU seconds of the server and of its processes that have ended; 0 if Linux does not report them."""
-    pid = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # its own and its children's, user and system
-    return 0.0
 
 
 def run_code(

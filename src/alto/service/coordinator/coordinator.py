@@ -389,15 +389,14 @@ class Coordinator:
                 # Written before the commit, while no other server can become the leader. A previous leader fails above,
                 # so it cannot overwrite a newer lease.
                 run.lease(lease)
+            with self._service.store.reading() as session:
+                tenant = session.get(Tenant, job.tenant)
+            plane.limit(job.tenant, self._service.limits_of(tenant).max_gpus)
+            # Tasks of tenants that share executors may be trained with other tenants' tasks.
+            shares_with = "" if tenant is not None and tenant.shares_executors else f"tenant {job.tenant}"
             run_name = f"{job.id}.{lease}"
-            plane.submit(run_name, root, task, priority=level, shares_with=self._shares_with(job.tenant))
+            plane.submit(run_name, root, task, priority=level, shares_with=shares_with)
             self._live[job.id] = _Live(run_name, task, projection, level)
-
-    def _shares_with(self, tenant: str) -> str:
-        """Return the sharing group of a tenant's tasks: empty if they may be trained with other tenants' tasks."""
-        with self._service.store.reading() as session:
-            row = session.get(Tenant, tenant)
-        return "" if row is not None and row.shares_executors else f"tenant {tenant}"
 
     def _cancel_unwanted(self, plane: ControlPlane) -> None:
         if not self._live:
