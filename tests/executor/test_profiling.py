@@ -187,8 +187,8 @@ def test_a_step_that_is_not_expected_to_fit_is_not_taken(context: TaskContext, m
     taken: list[int] = []
     monkeypatch.setattr(measure, "capacity_bytes", lambda device, num_ranks: 1000 * MIB)
     monkeypatch.setattr(measure, "peak_bytes", lambda device: 640 * MIB * len(taken) ** 3)
-    steps = measure._steps_s
-    monkeypatch.setattr(measure, "_steps_s", lambda *given, **more: taken.append(1) or steps(*given, **more))
+    steps = measure._step_s
+    monkeypatch.setattr(measure, "_step_s", lambda *given, **more: taken.append(1) or steps(*given, **more))
     found = take_measures(context)
     all_of_them = len(step_shapes(4, 4))
     assert 2 <= len(found.memory) < all_of_them

@@ -17,9 +17,9 @@ from tiny import make_task, save_model
 from alto.engine.runner import TaskRunner
 from alto.errors import SpecError
 from alto.executor import cache
-from alto.executor.profiling import profile
+from alto.executor.profiling import meter, profile
 from alto.executor.profiling.measure import Measured
-from alto.executor.profiling.meter import spread_of
+from alto.executor.profiling.meter import CoreTime, spread_of
 from alto.executor.profiling.profile import StepTimes
 from alto.records import UNSTEADY, TaskPlan, Throughput
 from alto.spec import Task
@@ -49,19 +49,32 @@ def test_the_spread_is_between_the_fastest_tenth_and_the_median(durations_s: lis
     assert spread_of(durations_s) == pytest.approx(expected)
 
 
+def test_a_thread_that_waits_for_a_core_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for thread, times in {"1": "2000000000 1000000000 7", "2": "3000000000 500000000 9"}.items():
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(f"{times}\n")
+    monkeypatch.setattr(meter, "_TASKS", tmp_path)
+    before = CoreTime.now()
+    assert before == CoreTime(ran_s=5.0, waited_s=1.5)
+    assert before.waited_since() == 0.0, "nothing ran"
+    (tmp_path / "1" / "schedstat").write_text("4000000000 4000000000 8\n")
+    assert before.waited_since() == 1.5, "3 s of waiting for 2 s of work"
+    monkeypatch.setattr(meter, "_TASKS", tmp_path / "none")
+    assert CoreTime.now() == CoreTime(ran_s=0.0, waited_s=0.0)
+
+
 def throughput(measured: Measured = MEASURED) -> Throughput:
     """Return a forecast of 0.1 seconds for each 100 tokens of a step."""
     return Throughput(step_s=0.0, job_s=0.0, token_s=1e-3, eval_token_s=1e-4, points=measured.durations)
 
 
 def trained(expected: Throughput, ratios: Sequence[float]) -> StepTimes:
-    """Return the times of eight steps per ratio; each step takes ``ratio`` times the forecast."""
+    """Return the times of a step per ratio, which takes ``ratio`` times the forecast."""
     forecast: Any = SimpleNamespace(throughput=expected, profile=cache.name_of(KEY))
     times = StepTimes(forecast)
     jobs: list[Any] = [SimpleNamespace(next_step_tokens=40), SimpleNamespace(next_step_tokens=60)]
     for ratio in ratios:
-        for _ in range(8):
-            times.note(jobs, 0.1 * ratio)
+        times.note(jobs, 0.1 * ratio)
     return times
 
 
@@ -70,20 +83,23 @@ def cached() -> Measured:
 
 
 @pytest.mark.parametrize(
-    ("spread", "ratios", "factor"),
+    ("spread", "ratios", "waited", "factor"),
     [
-        (0.0, [0.5] * 20, 0.5),
-        (0.0, [2.0] * 20, 1.0),  # the machine is busy now
-        (0.5, [2.0] * 20, 2.0),  # it was busy then as well
-        (0.5, [0.5] * 20, 0.5),
-        (0.5, [1.05] * 20, 1.0),  # as measured
-        (0.0, [0.5] * 7, 1.0),  # too few steps
-        (0.0, [*[0.5] * 15, *[9.0] * 5], 0.5),
+        (0.0, [0.5] * 20, 0.0, 0.5),
+        (0.0, [2.0] * 20, 0.0, 2.0),  # the forecast was wrong
+        (0.0, [2.0] * 20, 0.5, 1.0),  # the machine is busy now
+        (0.5, [2.0] * 20, 0.5, 2.0),  # it was busy then as well
+        (0.5, [0.5] * 20, 0.0, 0.5),
+        (0.5, [1.05] * 20, 0.0, 1.0),  # as measured
+        (0.0, [0.5] * 7, 0.0, 1.0),  # too few steps
+        (0.0, [*[0.5] * 15, *[9.0] * 5], 0.0, 0.5),
+        (0.0, [*[0.5] * 64, *[9.0] * 300], 0.0, 0.5),  # only every eighth of the later steps counts
     ],
 )
 def test_a_measurement_is_corrected_by_the_steps_that_were_trained(
-    spread: float, ratios: list[float], factor: float
+    monkeypatch: pytest.MonkeyPatch, spread: float, ratios: list[float], waited: float, factor: float
 ) -> None:
+    monkeypatch.setattr(CoreTime, "waited_since", lambda before: waited)
     before = with_spread(spread)
     cache.save("profiles", KEY, before.to_dict())
     trained(throughput(before), ratios).refine()
@@ -94,7 +110,7 @@ def test_a_measurement_is_corrected_by_the_steps_that_were_trained(
     assert found.eval_token_s == pytest.approx(factor * before.eval_token_s)
     assert (found.memory, found.capacity_bytes) == (before.memory, before.capacity_bytes)
     if factor != 1.0:
-        assert [point.spread for point in found.durations] == pytest.approx([0.0, 0.0]), "steps were steady"
+        assert [point.spread for point in found.durations] == pytest.approx([waited, waited])
 
 
 def test_two_runs_that_began_with_the_same_measurement_correct_it_once() -> None:

@@ -13,8 +13,8 @@ from tools.check_docstrings import complaints
 ROOT = Path(__file__).parents[2]
 
 RETIRED = {
-    "% settled": "% of the sweep decided",
-    "settled_share": "decided_share",
+    "of the sweep decided": "% done",
+    "decided_share": "fraction_done",
     "no room for": "hidden columns",
     "no space for: ": "hidden columns",
     "next to nothing": "selection would happen after one step",

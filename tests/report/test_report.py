@@ -29,7 +29,7 @@ def test_report_tells_the_result(small_run, page_of):
     for expected in (
         "maths", "lr 2e-4 · r 8", "1.9000", "57.5 %", "1,700 trained of 4,000", "24 s",
         "rank 3 of 3 at 10 %: 2 kept", "smoothed training loss became infinite", "2.13.0", "in PEFT format",
-        "at 10 % keep 50 %",
+        "at 10 % keep 2 of 4 jobs",
     ):  # fmt: skip
         assert expected in text
     assert "not finished" not in text

@@ -78,7 +78,6 @@ def test_fold_tells_the_run(small_run):
     assert (history.rungs[0].kept, history.rungs[0].dropped) == (("d", "c"), ("b",))
     assert (history.samples_trained, history.samples_saved, history.samples_budgeted) == (1700, 2300, 4000)
     assert history.saved_share == pytest.approx(0.575)
-    assert history.decided_share == 1.0
     assert "jobs" not in history.settings()
 
 

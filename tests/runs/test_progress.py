@@ -86,7 +86,8 @@ def test_the_more_is_trained_the_less_the_plan_counts(small_run):
     found = outlook(RunHistory.of(entries(planned(small_run)[:14])), now)
     share = 300 / 2200
     assert found.fraction_done == pytest.approx(share)
-    assert found.remaining_s == pytest.approx((1 - share) * (1 - share) * 100.0 + share * 76.0)
+    trust = share / (share + 0.05)
+    assert found.remaining_s == pytest.approx((1 - trust) * (1 - share) * 100.0 + trust * 76.0)
 
 
 def test_a_resumed_run_is_estimated_without_the_time_without_a_process(interrupted_run):
@@ -96,14 +97,16 @@ def test_a_resumed_run_is_estimated_without_the_time_without_a_process(interrupt
     history = RunHistory.of(entries(events[: resumed + 1]))
     share = 200 / (200 + 900)
     by_pace_s = 8.0 * (1 - share) / share
+    trust = share / (share + 0.05)
     assert outlook(history, history.last_seen_at).remaining_s == pytest.approx(
-        (1 - share) * (1 - share) * 100.0 + share * by_pace_s
+        (1 - trust) * (1 - share) * 100.0 + trust * by_pace_s
     )
     # Then b has trained 400 samples in 6 seconds: 36 s at this pace for the 2,400 left, including the clone's.
     later = RunHistory.of(entries(events))
     share = 600 / 3000
+    trust = share / (share + 0.05)
     assert outlook(later, later.last_seen_at).remaining_s == pytest.approx(
-        (1 - share) * (1 - share) * 100.0 + share * 36.0
+        (1 - trust) * (1 - share) * 100.0 + trust * 36.0
     )
 
 

@@ -18,19 +18,18 @@ def lines_of(events) -> list[str]:
 def test_one_line_per_noteworthy_event(small_run):
     assert [line[14:] for line in lines_of(small_run)] == [
         "task maths: 4 jobs (sft) on alto-tiny, dataset train.jsonl, 500 rows to train and 50 to validate",
-        "early exit alto: at 10 % keep 50 %",
+        "early exit alto: at 10 % keep 2 of 4 jobs",
         "admitted a",
         "admitted b",
         "a (lr 0.01 · r 4) ended at 10 %, diverging: smoothed training loss became infinite",
         "admitted c",
         "best so far 3.0000: b (lr 1e-5 · r 4) at step 10 of 100",
-        "20 % of the sweep decided: 200 of 4,000 samples trained, 22.5 % saved, about 1 min 20 s left",
         "admitted d",
         "best so far 2.2000: c (lr 2e-4 · r 4) at step 10 of 100",
-        "30 % of the sweep decided: 300 of 4,000 samples trained, 22.5 % saved, about 1 min 16 s left",
+        "10 % done: 300 of 4,000 samples trained, 22.5 % saved, about 1 min 16 s left",
         "best so far 2.1000: d (lr 2e-4 · r 8) at step 10 of 100",
         "rung at 10 %: 2 kept, 1 ended as underperforming; best 2.1000: d (lr 2e-4 · r 8)",
-        "60 % of the sweep decided: 800 of 4,000 samples trained, 45 % saved, about 32 s left",
+        "30 % done: 800 of 4,000 samples trained, 45 % saved, about 32 s left",
         "c (lr 2e-4 · r 4) ended at 50 %, overfitting: validation 2.5000 was 25 % above train 2.0000 twice in a row "
         "(allowed: 10 %)",
         "best so far 1.9000: d (lr 2e-4 · r 8) at step 100 of 100",
@@ -81,15 +80,16 @@ def test_an_interruption_and_changes_of_the_user_are_printed(interrupted_run):
         "admitted a",
         "admitted b",
         "best so far 2.0000: a (lr 1e-4) at step 10 of 100",
-        "10 % of the sweep decided: 200 of 2,000 samples trained, 0 % saved, about 54 s left",
+        "10 % done: 200 of 2,000 samples trained, 0 % saved, about 54 s left",
         "a (lr 1e-4) ended at 10 %, stopped: stopped by the user",
-        "interrupted with 55 % of the sweep decided",
-        "resumed: 1 of 2 jobs have ended, 55 % of the sweep decided",
+        "interrupted with 18.2 % done",
+        "resumed: 1 of 2 jobs have ended, 18.2 % done",
         "resumed b",
         "c (lr 3e-4) added: clone of b, with its weights",
         "admitted c",
         "a (lr 1e-4) reopened, resumes after step 10 of 100",
         "best so far 1.8000: b (lr 2e-4) at step 50 of 100",
+        "20 % done: 600 of 3,000 samples trained, 0 % saved, about 36 s left",
     ]
 
 
@@ -125,7 +125,7 @@ def test_an_interrupted_run_prints_the_jobs_that_are_still_due(small_run):
 def test_ranks_and_moves_between_them_are_printed(ranked_run):
     assert [line[14:] for line in lines_of(ranked_run)][1:-1] == [
         "on 2 ranks, 4 slots in total",
-        "early exit alto: at 10 % keep 50 %",
+        "early exit alto: at 10 % keep 2 of 3 jobs",
         "admitted a, b",
         "a (lr 1e-4) completed, best validation loss 2.0000",
         "admitted c",
@@ -138,5 +138,5 @@ def test_ranks_and_moves_between_them_are_printed(ranked_run):
 
 def test_a_run_that_goes_on_says_on_how_many_ranks(ranked_run):
     resumed = {"seq": 1, "time": ranked_run[0]["time"] + 1, "event": "task_resumed", "notes": [], "num_ranks": 4}
-    message = "resumed on 4 ranks: 0 of 3 jobs have ended, 0 % of the sweep decided"
+    message = "resumed on 4 ranks: 0 of 3 jobs have ended, 0 % done"
     assert lines_of([ranked_run[0], resumed])[-1].endswith(message)

@@ -50,7 +50,10 @@ def plan_of(**changes: Any) -> TaskPlan:
         "modules": "all",
         "is_cached": True,
         "profile_s": 9.0,
-        "notes": ("Repeats of one step took 29 % longer than the fastest: " + "other programs used the machine. " * 3,),
+        "notes": (
+            "Measured steps took at least 29 % longer than on an idle machine: "
+            + "other programs used the machine. " * 3,
+        ),
     }
     return TaskPlan(**(facts | changes))
 

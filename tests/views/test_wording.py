@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -102,10 +103,24 @@ def test_format_percent_keeps_half_percents():
     assert (format_percent(0.025), format_percent(0.5), format_percent(1.0)) == ("2.5 %", "50 %", "100 %")
 
 
-def test_describe_rungs():
-    assert describe_rungs([Rung(progress=0.025, keep=0.5), Rung(progress=0.05, keep=0.2)]) == (
-        "at 2.5 % keep 50 %, at 5 % keep 20 %"
+@pytest.mark.parametrize(
+    ("num_jobs", "expected"),
+    [
+        (60, "at 1 % keep 10 of 60 jobs, at 2.5 % 8, at 5 % 5, from 60 % only the best"),
+        (8, "at 5 % keep 5 of 8 jobs, from 60 % only the best"),
+        (4, "from 60 % only the best"),
+    ],
+)
+def test_rungs_are_described_by_the_jobs_that_they_keep(num_jobs: int, expected: str) -> None:
+    rungs = [(0.01, 1 / 6, 8), (0.025, 0.5, 8), (0.05, 0.5, 5)]
+    history: Any = SimpleNamespace(
+        rung_settings=(
+            *(Rung(progress=at, keep=keep, min_kept=least) for at, keep, least in rungs),
+            Rung(progress=0.6, keep=1.0, max_kept=1),
+        ),
+        jobs=dict.fromkeys(map(str, range(num_jobs))),
     )
+    assert describe_rungs(history) == expected
 
 
 def test_only_varying_keys_best_known_first():
@@ -158,8 +173,8 @@ def test_the_time_of_a_run_is_split_by_what_it_was_spent_on():
         samples_budgeted=300,
     )
     assert describe_time(history) == [
-        "time: training 60 %, evaluating 15 %, measuring 10 %, saving 1 %",
-        "training all jobs to their ends would take about 30 min 00 s",
+        "time: training 60 %, evaluating 15 %, measuring 10 %, saving 1 %, other 14 %",
+        "training all jobs to their ends would take about 30 min 00 s, evaluations not counted",
     ]
     history.samples_trained = 300
     assert len(describe_time(history)) == 1

@@ -143,7 +143,6 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool, now: float) -> di
         "samples": [dataclasses.asdict(sample) for sample in history.samples],
         "sampling_failure": history.sampling_failure or None,
         "done": fraction_done(history),
-        "decided": history.decided_share,
         **_outlook(history, is_live=is_live and history.result is None, now=now),
         "time_s": {**history.time_s, "measuring": history.measuring_s},
         "training_all_s": history.training_all_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import median
 
@@ -140,8 +141,8 @@ class ThroughputPoint:
         num_jobs: Number of jobs that took the step together.
         num_tokens: Number of tokens of all these jobs.
         duration_s: Median duration of several such steps, in seconds.
-        spread: How much longer the median step took than the fastest tenth, relative to the fastest tenth; it grows if
-            other programs use the machine. 0 if it is not known.
+        spread: How much longer such a step took than on an idle machine, relative to that: the larger of the median
+            above the fastest tenth, and the time that threads waited for a CPU core. 0 if it is not known.
     """
 
     num_jobs: int
@@ -160,15 +161,17 @@ class ThreadTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """The model of a training step's duration: ``step_s + job_s * jobs + token_s * tokens`` seconds.
+    """The model of a training step's duration: ``step_s + job_s * jobs + token_s * tokens`` seconds in one pass.
 
     Attributes:
-        step_s: Fixed seconds of any step.
-        job_s: Seconds that each job of the step adds.
+        step_s: Fixed seconds of a pass.
+        job_s: Seconds that each job of a pass adds.
         token_s: Seconds that each token of the step adds.
         eval_token_s: Seconds per validation token of an evaluation.
         num_threads: Number of CPU threads with which all durations were measured, the fastest number that was tried;
             None if no others were tried.
+        pass_tokens: Largest number of tokens of one pass on all ranks together; a step of more tokens takes several
+            passes. None if every step is one pass, as in the measurement.
     """
 
     step_s: float
@@ -177,6 +180,7 @@ class Throughput:
     eval_token_s: float
     points: tuple[ThroughputPoint, ...]
     num_threads: int | None = None
+    pass_tokens: int | None = None
 
     @property
     def spread(self) -> float:
@@ -190,4 +194,6 @@ class Throughput:
 
     def duration_s(self, num_jobs: int, num_tokens: int) -> float:
         """Return the seconds of one step of ``num_jobs`` jobs with ``num_tokens`` tokens in total."""
-        return self.step_s + self.job_s * num_jobs + self.token_s * num_tokens
+        more_passes = 0 if self.pass_tokens is None else max(0, math.ceil(num_tokens / self.pass_tokens) - 1)
+        # Every further pass has at least one more part of a job.
+        return self.step_s * (1 + more_passes) + self.job_s * (num_jobs + more_passes) + self.token_s * num_tokens

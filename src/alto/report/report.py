@@ -231,7 +231,7 @@ def _settings(history: RunHistory) -> list[tuple[str, Any]]:
         if isinstance(value, dict):
             flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) not in UNSHOWN]
             if key == RUNGS[0]:
-                flat.append((".".join(RUNGS), wording.describe_rungs(history.rung_settings) or None))
+                flat.append((".".join(RUNGS), wording.describe_rungs(history) or None))
         elif key != "validation_weights":  # too long: a number for every validation row
             flat.append((key, value))
     return flat

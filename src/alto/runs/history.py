@@ -208,16 +208,6 @@ class RunHistory(JournalFold):
         """Share of the budgeted rows saved by early exits so far, in [0, 1]."""
         return self.samples_saved / self.samples_budgeted if self.samples_budgeted else 0.0
 
-    @property
-    def decided_share(self) -> float:
-        """Share of the budgeted rows that are trained, saved by early exit or cut off by the budget, in [0, 1].
-
-        It is 1 when nothing is left to train.
-        """
-        if not self.samples_budgeted:
-            return 0.0
-        return min(1.0, (self.samples_trained + self.samples_saved + self.samples_cut_off) / self.samples_budgeted)
-
     def ranked(self) -> list[JobHistory]:
         """Return all jobs, the chosen one first, then by their best evaluation."""
         best = self.best

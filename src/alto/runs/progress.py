@@ -129,7 +129,7 @@ def _fraction_done(history: RunHistory, samples_left: float) -> float:
 def remaining_duration_s(
     expected_s: float, *, elapsed_s: float, fraction_before: float, fraction_done: float, by_pace_s: float | None = None
 ) -> float:
-    """Return the remaining seconds of a running task: the estimate, with more and more weight on the task's own pace.
+    """Return the remaining seconds of a running task: by the estimate, and more and more by the task's own pace.
 
     Args:
         expected_s: Remaining seconds estimated when the task began, ``elapsed_s`` seconds ago.
@@ -142,7 +142,13 @@ def remaining_duration_s(
         return max(expected_s - elapsed_s, 0.0)
     if by_pace_s is None:
         by_pace_s = elapsed_s * (1.0 - weight) / weight
-    return (1.0 - weight) * (1.0 - weight) * expected_s + weight * by_pace_s
+    trust = weight / (weight + _HALF_TRUSTED)
+    return (1.0 - trust) * (1.0 - weight) * expected_s + trust * by_pace_s
+
+
+_HALF_TRUSTED = 0.05
+"""Fraction done at which a task's own pace counts as much as the estimate: a pace of few samples is rough, but an
+estimate may be wrong by any factor."""
 
 
 def trained_tokens(history: RunHistory) -> int | None:

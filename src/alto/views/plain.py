@@ -16,7 +16,7 @@ from rich.text import Text
 
 from alto.records import ExitReason, Sample
 from alto.runs import JobHistory, JournalEntry, RunHistory, events
-from alto.runs.progress import outlook
+from alto.runs.progress import fraction_done, outlook
 from alto.spec import LOSS
 from alto.views.choice import choice_notes
 from alto.views.metrics import describe_test, format_metric, metric_name
@@ -159,7 +159,7 @@ class PlainView:
                 self._report_notes(notes)
             case events.TaskInterrupted():
                 self._report_admitted()
-                self._say(f"interrupted with {format_percent(self.history.decided_share)} of the sweep decided")
+                self._say(f"interrupted with {format_percent(fraction_done(self.history))} done")
             case events.TaskCompleted():
                 self._on_completed()
             case events.WarmupEnded():
@@ -214,7 +214,7 @@ class PlainView:
         )
         if history.num_ranks > 1:
             self._say(f"on {history.num_ranks} ranks, {format_count(history.num_slots)} slots in total")
-        rungs = describe_rungs(history.rung_settings)
+        rungs = describe_rungs(history)
         if rungs:
             policy = clean(started.early_exit.get("policy", "on"))
             self._say(f"early exit {policy}: {rungs}")
@@ -230,13 +230,13 @@ class PlainView:
 
     def _on_resumed(self) -> None:
         history = self.history
-        self._tenths_reported = int(history.decided_share * 10)
+        self._tenths_reported = int(fraction_done(history) * 10)
         self._best_reported = self._score(history.best) if history.best else None
         ranks = f" on {history.num_ranks} ranks" if history.num_ranks > 1 else ""
         num_ended = sum(job.has_ended for job in history.jobs.values())
         self._say(
             f"resumed{ranks}: {num_ended} of {len(history.jobs)} jobs have ended, "
-            f"{format_percent(history.decided_share)} of the sweep decided"
+            f"{format_percent(fraction_done(history))} done"
         )
 
     def _on_added(self, event: events.JobAdded) -> None:
@@ -287,8 +287,10 @@ class PlainView:
             )
 
     def _on_rung(self) -> None:
-        self._report_admitted()
         rung, best = self.history.rungs[-1], self.history.best
+        if not rung.dropped:
+            return
+        self._report_admitted()
         leader = f"; best {self._best_value(best)}: {self._name(best)}" if best is not None else ""
         self._say(
             f"rung at {format_percent(rung.progress)}: {len(rung.kept)} kept, {len(rung.dropped)} ended as "
@@ -299,16 +301,17 @@ class PlainView:
 
     def _report_progress(self) -> None:
         history = self.history
-        tenths = int(history.decided_share * 10)
+        found = outlook(history, history.last_seen_at or 0.0)
+        tenths = int(found.fraction_done * 10)
         if tenths <= self._tenths_reported or tenths == 10:
             return
         self._tenths_reported = tenths
         facts = [
             describe_samples_trained(history),
             f"{format_percent(history.saved_share)} saved",
-            *describe_outlook(outlook(history, history.last_seen_at or 0.0)),
+            *describe_outlook(found),
         ]
-        self._say(f"{tenths * 10} % of the sweep decided: {', '.join(facts)}")
+        self._say(f"{tenths * 10} % done: {', '.join(facts)}")
 
     def _on_completed(self) -> None:
         self._report_admitted()

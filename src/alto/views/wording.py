@@ -16,6 +16,7 @@ from alto.records import AdapterCheck, FinalistScore, Rung
 from alto.runs import JobHistory, RunHistory
 from alto.runs.events import KernelsCompiled, MeasuringBegun, OutOfMemory, ProfileMeasured, RefitFact, TaskStarted
 from alto.runs.progress import Outlook
+from alto.spec import places_at
 
 # Canonical key -> name in a narrow column. The order is the order of the columns.
 SHORT_NAMES = {
@@ -107,16 +108,19 @@ def short_path(name: object) -> str:
     return str(PurePath("…", *parts[-2:])) if PurePath(text).is_absolute() and len(parts) > 3 else text
 
 
-def describe_rungs(rungs: Sequence[Rung]) -> str:
-    """Describe rungs: ``at 1 % keep 25 %, at 2.5 % keep 50 % (never fewer than 8, 5), from 40 % only the best``; empty
-    without rungs."""
-    halving = [rung for rung in rungs if rung.max_kept is None]
-    texts = [f"at {describe_rung(rung)}" for rung in halving]
-    least = [rung.min_kept for rung in halving]
-    if max(least, default=1) > 1:
-        shown = least[:1] if len(set(least)) == 1 else least
-        texts[-1] += f" (never fewer than {', '.join(map(str, shown))})"
-    return ", ".join([*texts, *(f"from {describe_rung(rung)}" for rung in rungs if rung.max_kept is not None)])
+def describe_rungs(history: RunHistory) -> str:
+    """Describe how many of the jobs so far rungs keep: ``at 5 % keep 5 of 8 jobs, at 10 % 3, from 40 % only the best``.
+    Rungs that keep all are left out; empty if no rung ends a job."""
+    rungs, num_jobs = history.rung_settings, len(history.jobs)
+    texts, left = [], num_jobs
+    for index, rung in enumerate(rungs):
+        kept, at = places_at(rungs, index, num_jobs), format_percent(rung.progress)
+        if rung.max_kept is not None:
+            texts.append(f"from {at} only the best")
+        elif kept < left:
+            texts.append(f"at {at} {kept}" if texts else f"at {at} keep {kept} of {format_count_of(num_jobs, 'job')}")
+        left = kept
+    return ", ".join(texts)
 
 
 def describe_rung(rung: Rung) -> str:
@@ -298,11 +302,16 @@ def describe_time(history: RunHistory) -> list[str]:
         return []
     spent = {**history.time_s, "measuring": history.measuring_s}
     words = {"training": "training", "evaluation": "evaluating", "measuring": "measuring", "saving": "saving"}
-    shares = ", ".join(f"{word} {format_percent(spent.get(name, 0.0) / total_s)}" for name, word in words.items())
+    by_word = {word: spent.get(name, 0.0) / total_s for name, word in words.items()}
+    by_word["other"] = max(0.0, 1.0 - sum(by_word.values()))
+    shares = ", ".join(f"{word} {format_percent(share)}" for word, share in by_word.items() if share >= 0.0005)
     whole_s = history.training_all_s
     if whole_s is None or history.samples_trained == history.samples_budgeted:
         return [f"time: {shares}"]
-    return [f"time: {shares}", f"training all jobs to their ends would take about {format_duration(whole_s)}"]
+    return [
+        f"time: {shares}",
+        f"training all jobs to their ends would take about {format_duration(whole_s)}, evaluations not counted",
+    ]
 
 
 def format_age(seconds: float) -> str:

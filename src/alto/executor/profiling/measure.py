@@ -23,7 +23,7 @@ from alto.executor.context import JobState, TaskContext
 from alto.executor.micro_batches import MemoryEvent, MicroBatches, RowTooLargeError
 from alto.executor.planned_job import PlannedJob, plan_jobs
 from alto.executor.profiling.budget import LEAST_TIMED_S, MAX_JOBS, MOST_TIMES, MeasuringBudget, StepShape, step_shapes
-from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak, spread_of
+from alto.executor.profiling.meter import CoreTime, capacity_bytes, peak_bytes, reset_peak, spread_of
 from alto.executor.profiling.sketch import NUM_EVALUATED, RowLength, synthetic_rows
 from alto.executor.profiling.threads import fastest, thread_counts, using_threads
 from alto.executor.ranks import Ranks
@@ -173,8 +173,7 @@ def measure(
                 break
             reset_peak(backbone.device)
             is_warm = bool(memory) and backbone.device.type == "cpu"
-            repeats_s = _steps_s(trainer, admitted, ranks, clock, is_warm=is_warm)
-            seconds, spread = ranks.max(statistics.median(repeats_s)), ranks.max(spread_of(repeats_s))
+            seconds, spread = map(ranks.max, _step_s(trainer, admitted, ranks, clock, is_warm=is_warm))
             if refused:
                 break
             peak = int(ranks.max(peak_bytes(backbone.device) - bank))
@@ -200,9 +199,8 @@ def measure(
             if entry.generates:
                 sample_token_s = _sample_token_s(trainer, chosen, len(rows.train), ranks, clock, is_warm=is_warm)
             else:
-                repeats_s = _timed(lambda: trainer.evaluate(evaluated), ranks, clock, is_warm=is_warm)
-                seconds = ranks.max(statistics.median(repeats_s))
-                eval_token_s = seconds / (len(evaluated) * rows.validation.num_tokens)
+                seconds, _ = _timed(lambda: trainer.evaluate(evaluated), ranks, clock, is_warm=is_warm)
+                eval_token_s = ranks.max(seconds) / (len(evaluated) * rows.validation.num_tokens)
     except RowTooLargeError as error:
         raise DeviceMemoryError(_nothing_fits(int(error.evidence["row_tokens"]), backbone)) from None
     finally:
@@ -244,7 +242,7 @@ def _thread_times(
         if not budget.allows(known.num_tokens, token_s=2 * last_s / known.num_tokens, spent_s=clock() - began):
             return
         with using_threads(num_threads):
-            last_s = statistics.median(_steps_s(trainer, jobs, ranks, clock, is_warm=True))
+            last_s, _ = _step_s(trainer, jobs, ranks, clock, is_warm=True)
         yield ThreadTime(num_threads=num_threads, duration_s=last_s)
 
 
@@ -305,10 +303,10 @@ def _admitted(chosen: Sequence[JobState], shape: StepShape, num_rows: int, ranks
     ]
 
 
-def _steps_s(
+def _step_s(
     trainer: Trainer, jobs: Sequence[JobState], ranks: Ranks, clock: Callable[[], float], *, is_warm: bool
-) -> list[float]:
-    """Return the durations of steps of ``jobs``; ``is_warm`` as in :func:`_timed`."""
+) -> tuple[float, float]:
+    """Return the duration of a step of ``jobs`` and its spread, as in :func:`_timed`."""
 
     def step() -> None:
         trainer.step(jobs)
@@ -339,21 +337,29 @@ def _sample_token_s(
         for slot, job in enumerate(chosen)
     ]
     tokens: list[int] = []
-    repeats_s = _timed(lambda: tokens.append(trainer.sample_rows(jobs, _SAMPLED_TOKENS)), ranks, clock, is_warm=is_warm)
-    return statistics.median(repeats_s) / tokens[-1]
+    seconds, _ = _timed(
+        lambda: tokens.append(trainer.sample_rows(jobs, _SAMPLED_TOKENS)), ranks, clock, is_warm=is_warm
+    )
+    return seconds / tokens[-1]
 
 
-def _timed(action: Callable[[], object], ranks: Ranks, clock: Callable[[], float], *, is_warm: bool) -> list[float]:
-    """Return the durations of ``action``. The first call is slower and is left out, unless ``is_warm``: similar calls
-    came before, and nothing is compiled for this one."""
+def _timed(
+    action: Callable[[], object], ranks: Ranks, clock: Callable[[], float], *, is_warm: bool
+) -> tuple[float, float]:
+    """Return the median duration of ``action`` in seconds, and its spread as in `ThroughputPoint`.
+
+    The first call is slower and is left out, unless ``is_warm``: similar calls came before, and nothing is compiled for
+    this one.
+    """
     if not is_warm:
         action()
     seconds: list[float] = []
+    before = CoreTime.now()
     while not seconds or ranks.any(sum(seconds) < LEAST_TIMED_S and len(seconds) < MOST_TIMES):
         start = clock()
         action()
         seconds.append(clock() - start)
-    return seconds
+    return statistics.median(seconds), max(spread_of(seconds), before.waited_since())
 
 
 def _has_two_sizes(memory: Sequence[MemoryPoint]) -> bool:

@@ -9,7 +9,9 @@ import resource
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -17,6 +19,7 @@ from alto.errors import UnsupportedError
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_TASKS = Path("/proc/self/task")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -87,3 +90,28 @@ def spread_of(durations_s: Sequence[float]) -> float:
     """
     fastest = sorted(durations_s)[len(durations_s) // 10]
     return statistics.median(durations_s) / fastest - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreTime:
+    """The seconds that all threads of this process have run, and those in which they were ready but waited for a CPU
+    core, because others used it. Both are 0 where Linux does not report them."""
+
+    ran_s: float
+    waited_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return both since the threads began."""
+        ran_ns = waited_ns = 0
+        for thread in _TASKS.glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                ran, waited, _ = map(int, thread.read_text().split())
+                ran_ns, waited_ns = ran_ns + ran, waited_ns + waited
+        return cls(ran_s=ran_ns / 1e9, waited_s=waited_ns / 1e9)
+
+    def waited_since(self) -> float:
+        """Return the time that threads have waited since then, relative to the time that they ran; 0 if none ran."""
+        now = self.now()
+        ran_s = now.ran_s - self.ran_s
+        return max(0.0, now.waited_s - self.waited_s) / ran_s if ran_s > 0.0 else 0.0

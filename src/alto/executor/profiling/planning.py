@@ -220,23 +220,22 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
         profile.throughput,
     )
     limits = ResidentLimits(num_slots=packing.max_slots, max_tokens=packing.max_tokens_per_step)
+    speed = replace(profile.throughput, pass_tokens=context.ranks.size * packing.max_tokens_per_pass)
     validation_tokens = context.evaluation_tokens
-    alone_s = [
-        estimate_duration_s([work], profile.throughput, limits, validation_tokens=validation_tokens) for work in works
-    ]
-    check_budget(task.search.budget, min(alone_s), context.ranks.size, is_rough=profile.throughput.is_unsteady)
-    duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
+    alone_s = [estimate_duration_s([work], speed, limits, validation_tokens=validation_tokens) for work in works]
+    check_budget(task.search.budget, min(alone_s), context.ranks.size, is_rough=speed.is_unsteady)
+    duration_s = estimate_duration_s(works, speed, limits, validation_tokens=validation_tokens)
     train_s = _with_search(duration_s, context)
     # In a population, a copy of a better job replaces each job that ends.
     rungs = () if task.search.algorithm == "pbt" else context.policy.rungs
     references_s = 0.0
     if context.objective.needs_reference:  # an upper bound, because the reference log-probs may be cached
-        references_s = (context.data.train.num_tokens + validation_tokens) * profile.throughput.eval_token_s
+        references_s = (context.data.train.num_tokens + validation_tokens) * speed.eval_token_s
     limit_s, fitted = task.search.budget.max_duration_s(context.ranks.size) or math.inf, rungs
     if context.fits_rungs:
         fitted = fitted_rungs(
             works,
-            profile.throughput,
+            speed,
             limits,
             validation_tokens=validation_tokens,
             rungs=rungs,
@@ -249,7 +248,7 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
             return estimate_duration_s(works, throughput, limits, validation_tokens=validation_tokens)
         return expected_duration_s(works, throughput, limits, validation_tokens=validation_tokens, rungs=fitted)
 
-    budget_notes = _budget_notes(changed, expected(profile.throughput), limit_s) if changed else ()
+    budget_notes = _budget_notes(changed, expected(speed), limit_s) if changed else ()
     modules = {module.name for job in jobs for module in job.shape.targets}
     parameters = [job.shape.num_parameters for job in jobs]
     return TaskPlan(
@@ -268,19 +267,19 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
         why_one_slot=packing.why_one_slot,
         packings=_forecasts(profile, packing, bytes_per_slot, len(jobs), context.ranks.size),
         memory=profile.memory,
-        throughput=profile.throughput,
+        throughput=speed,
         duration_s=references_s + train_s,
-        expected_duration_s=references_s + _with_search(expected(profile.throughput), context),
-        expected_step_s=expected(replace(profile.throughput, job_s=0.0, token_s=0.0, eval_token_s=0.0)),
+        expected_duration_s=references_s + _with_search(expected(speed), context),
+        expected_step_s=expected(replace(speed, job_s=0.0, token_s=0.0, eval_token_s=0.0)),
         is_at_budget=train_s == task.search.budget.max_duration_s(context.ranks.size),
         modules=hashlib.sha256("\n".join(sorted(modules)).encode()).hexdigest()[:16],
         is_cached=profile.is_cached,
         profile_s=profile.duration_s,
-        notes=(*budget_notes, *_unsteady_notes(profile.throughput), *context.evaluation_notes),
+        notes=(*budget_notes, *_unsteady_notes(speed), *context.evaluation_notes),
         profile=profile.name,
         disk_bytes=disk_bytes(context, packing.max_slots),
         rungs=changed,
-        forward_share=_forward_share(works, profile.throughput, limits),
+        forward_share=_forward_share(works, speed, limits),
     )
 
 
@@ -346,9 +345,9 @@ def _unsteady_notes(throughput: Throughput) -> tuple[str, ...]:
     if not throughput.is_unsteady:
         return ()
     return (
-        f"Repeats of one step took {100 * throughput.spread:.0f} % longer than the fastest: other programs used "
-        "the machine while it was measured, and the times above are rough. Measure again with --refresh when it is "
-        "idle; a run that trains with this measurement corrects it too.",
+        f"Measured steps took at least {100 * throughput.spread:.0f} % longer than on an idle machine: other programs "
+        "used the machine, and the times above are rough. Measure again with --refresh when it is idle; a run that "
+        "trains with this measurement corrects it too.",
     )
 
 

@@ -24,11 +24,11 @@ from alto.errors import DeviceMemoryError, ProfileError, UnsupportedError
 from alto.executor import cache
 from alto.executor.context import JobState
 from alto.executor.profiling.measure import MARGIN, Measured, measure
-from alto.executor.profiling.meter import memory_share, spread_of
+from alto.executor.profiling.meter import CoreTime, memory_share, spread_of
 from alto.executor.profiling.sketch import RowLength
 from alto.executor.profiling.threads import keep_thread_times
 from alto.executor.ranks import Ranks
-from alto.records import MemoryProfile, TaskPlan, Throughput
+from alto.records import UNSTEADY, MemoryProfile, TaskPlan, Throughput
 from alto.scheduler import fit_memory, fit_throughput
 from alto.spec import SHAPE_FIELDS, JobConfig, Task
 
@@ -306,8 +306,9 @@ def _ask_child(request: str, on_progress: Callable[[float], None]) -> tuple[int,
         return code, answer, (errors.read().strip().splitlines() or ["nothing"])[-1]
 
 
-_EVERY = 8
-"""Interval of the recorded steps. Counting the tokens of every step would take too much time."""
+_FIRST, _EVERY = 64, 8
+"""Number of first steps that are recorded, and interval of the recorded steps after them. Counting the tokens of every
+step would take too much time."""
 
 _LEAST, _MOST = 8, 512
 """Smallest number of recorded steps for a correction, and number of latest steps that the correction uses."""
@@ -321,7 +322,8 @@ class StepTimes:
 
     A machine that is busy during the measurement makes every duration longer. The durations that a run has observed
     replace them in the cache, for later runs and plans. All durations are corrected by one factor, so that jobs are
-    packed as before.
+    packed as before. They get longer only if no other programs used the machine during the run, or if some did during
+    the measurement too.
 
     Args:
         forecast: The plan of the run, with its measured throughput; without it (None), no step is recorded.
@@ -331,26 +333,28 @@ class StepTimes:
         self._expected = None if forecast is None else forecast.throughput
         self._name = "" if forecast is None else forecast.profile
         self._num_steps = 0
+        self._before = CoreTime.now()
         self._ratios: deque[float] = deque(maxlen=_MOST)
 
     def note(self, jobs: Sequence[JobState], duration_s: float) -> None:
         """Record a step that ``jobs`` have just taken in ``duration_s`` seconds; their step counts do not include this
         step yet."""
         self._num_steps += 1
-        if self._expected is None or self._num_steps % _EVERY:
+        if self._expected is None or (self._num_steps > _FIRST and self._num_steps % _EVERY):
             return
         expected_s = self._expected.duration_s(len(jobs), sum(job.next_step_tokens for job in jobs))
         self._ratios.append(duration_s / expected_s)
 
     def refine(self) -> None:
-        """Correct the measurement in the cache if steps were faster than measured, or slower than measured on a busy
-        machine. Nothing is changed if few steps were recorded, if they agree with the measurement, or if the task was
-        measured again in the meantime."""
+        """Correct the measurement in the cache. Nothing is changed if few steps were recorded, if they agree with the
+        measurement, or if the task was measured again in the meantime."""
         if self._expected is None or len(self._ratios) < _LEAST:
             return
-        factor, spread = statistics.median(self._ratios), spread_of(self._ratios)
-        if abs(factor - 1.0) < _CLOSE or (factor > 1.0 and not self._expected.is_unsteady):
+        factor, waited = statistics.median(self._ratios), self._before.waited_since()
+        is_only_now_busy = waited >= UNSTEADY and not self._expected.is_unsteady
+        if abs(factor - 1.0) < _CLOSE or (factor > 1.0 and is_only_now_busy):
             return
+        spread = max(spread_of(self._ratios), waited)
         expected = self._expected
 
         def corrected(values: Any) -> Any:

@@ -17,7 +17,7 @@ from alto.errors import MailboxFullError
 from alto.report import report_page
 from alto.runs import METRICS_NAME, JobAction, Mailbox, RunDir, RunHistory
 from alto.runs.job_history import JobHistory
-from alto.runs.progress import device_hours
+from alto.runs.progress import device_hours, fraction_done
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
 from alto.service.openai.objects import After, Limit, job_object
@@ -183,7 +183,7 @@ def _figures_of(history: RunHistory, status: str) -> dict[str, Any]:
     return {
         "num_jobs": len(history.jobs),
         "num_ended": sum(job.has_ended for job in history.jobs.values()),
-        "share_done": round(history.decided_share, 4),
+        "share_done": round(fraction_done(history), 4),
         "best_job": None if best is None else best.job,
         "best_valid_loss": None if best is None else finite(best.best_validation_loss),
         "samples_trained": history.samples_trained,

@@ -18,7 +18,7 @@ from alto.records import ExitReason
 from alto.report import RunFigures, run_figures
 from alto.runs import RunHistory
 from alto.runs.job_history import Stage
-from alto.runs.progress import DeviceHours, device_hours, price_of_hour
+from alto.runs.progress import DeviceHours, device_hours, fraction_done, price_of_hour
 from alto.service.access import Caller
 from alto.service.api.tasks import history_of
 from alto.service.context import Service, ServiceOf
@@ -69,7 +69,7 @@ class TaskLine:
     @property
     def fraction_done(self) -> float:
         """Completed fraction of the task, in [0, 1]."""
-        return 1.0 if self.row.status == "succeeded" else self.history.decided_share
+        return 1.0 if self.row.status == "succeeded" else fraction_done(self.history)
 
     @property
     def savings(self) -> Savings:
