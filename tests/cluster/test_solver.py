@@ -15,6 +15,7 @@ from alto.cluster.solver import CALLS, SolverAnswer, SolverCall, decoded, encode
 from alto.errors import SpecError
 from alto.records import Gpu, Node, Schedule
 from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand, check_schedule
+from alto.version import install_command
 
 NODES = (Node(name="n", gpus=(0, 1)),)
 PROBLEM = SchedulingProblem(
@@ -139,7 +140,7 @@ def test_a_missing_package_is_reported_with_its_remedy(monkeypatch: pytest.Monke
     with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:
         schedule = solve(PROBLEM)
     assert schedule.method == "lpt"
-    assert 'pip install "alto-lora[scheduler]"' in schedule.notice
+    assert install_command("scheduler") in schedule.notice
 
 
 _RUN = "runpy.run_module('alto.cluster.solver', run_name='__main__', alter_sys=True)"

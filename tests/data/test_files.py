@@ -6,6 +6,7 @@ import contextlib
 import csv
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from alto.data.files import read_file
 from alto.data.rows import RowError
 from alto.errors import AltoError, DataError, DataFormatError, UnsupportedError
+from alto.version import install_command
 
 ROWS = [{"prompt": "p", "completion": "c, ü\n2"}, {"prompt": "q", "completion": 'say "d"'}]
 
@@ -107,7 +109,7 @@ def test_parquet_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(ROWS), path)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(UnsupportedError, match=r'pip install "alto-lora\[data\]"'):
+    with pytest.raises(UnsupportedError, match=re.escape(install_command("data"))):
         read_file(path, "dataset")
 
 

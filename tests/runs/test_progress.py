@@ -87,7 +87,7 @@ def test_the_more_is_trained_the_less_the_plan_counts(small_run):
     share = 300 / 2200
     assert found.fraction_done == pytest.approx(share)
     trust = share / (share + 0.05)
-    assert found.remaining_s == pytest.approx((1 - trust) * (1 - share) * 100.0 + trust * 76.0)
+    assert found.remaining_s == pytest.approx(((1 - share) * 100.0) ** (1 - trust) * 76.0**trust)
 
 
 def test_a_resumed_run_is_estimated_without_the_time_without_a_process(interrupted_run):
@@ -99,14 +99,14 @@ def test_a_resumed_run_is_estimated_without_the_time_without_a_process(interrupt
     by_pace_s = 8.0 * (1 - share) / share
     trust = share / (share + 0.05)
     assert outlook(history, history.last_seen_at).remaining_s == pytest.approx(
-        (1 - trust) * (1 - share) * 100.0 + trust * by_pace_s
+        ((1 - share) * 100.0) ** (1 - trust) * by_pace_s**trust
     )
     # Then b has trained 400 samples in 6 seconds: 36 s at this pace for the 2,400 left, including the clone's.
     later = RunHistory.of(entries(events))
     share = 600 / 3000
     trust = share / (share + 0.05)
     assert outlook(later, later.last_seen_at).remaining_s == pytest.approx(
-        (1 - trust) * (1 - share) * 100.0 + trust * 36.0
+        ((1 - share) * 100.0) ** (1 - trust) * 36.0**trust
     )
 
 

@@ -17,6 +17,7 @@ from alto.artifacts.winner import Winner
 from alto.backbone import load_config, load_tokenizer
 from alto.errors import ModelError, UnsupportedError
 from alto.records import GgufType
+from alto.version import install_command
 
 # Hyperparameters of a model in a GGUF file, under the keys of llama.cpp.
 #
@@ -212,7 +213,7 @@ def check_writable() -> None:
         import gguf  # noqa: F401
     except ImportError:
         raise UnsupportedError(
-            "gguf: expected the package gguf, found that it is not installed; pip install 'alto-lora[gguf]', or "
+            f"gguf: expected the package gguf, found that it is not installed; {install_command('gguf')}, or "
             f"{USE_CONVERTER}"
         ) from None
 

@@ -15,6 +15,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from alto.backbone.reading import auto_class
 from alto.errors import ModelError, UnsupportedError
 from alto.spec import LOAD_IN_4BIT, QUANTISATION_KEYS, BaseModelSpec, Quantisation, quantisation_keys, quantisation_of
+from alto.version import install_command
 
 _PACKAGES = ("bitsandbytes", "accelerate")  # transformers loads bitsandbytes through accelerate
 
@@ -121,7 +122,7 @@ def bitsandbytes_config(spec: BaseModelSpec, config: PreTrainedConfig) -> BitsAn
         what = f"{key}: expected" if key else f"model: {spec.id!r} is quantised by bitsandbytes, expected"
         raise UnsupportedError(
             f"{what} the packages {' and '.join(_PACKAGES)}, found no {' and no '.join(missing)}; install what is "
-            f'missing with: pip install "alto-lora[bnb]"; or use an unquantised base'
+            f"missing with: {install_command('bnb')}; or use an unquantised base"
         )
     if on_disk == "none":
         return BitsAndBytesConfig(

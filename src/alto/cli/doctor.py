@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import platform
-import shlex
 import shutil
 import sys
 import tempfile
@@ -17,8 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 import typer
 from packaging.requirements import Requirement
@@ -27,7 +23,7 @@ from alto.base import cache_home, first_line
 from alto.cli.options import RUNS
 from alto.cli.output import print_json
 from alto.errors import AltoError
-from alto.version import __version__, version_of
+from alto.version import __version__, install_command, version_of
 
 EXTRAS: Mapping[str, str] = {
     "bench": "the benchmarks",
@@ -133,16 +129,6 @@ def _check_requirements(found: Diagnosis) -> None:
         found.extras[extra] = [_short(item) for item in needed if _fault(item)]
 
 
-def _install(extra: str) -> str:
-    """Return the command that adds an extra to this installation: from the clone or file it came from, or by name."""
-    text = metadata.distribution("alto-lora").read_text("direct_url.json")  # pip writes it if no index was used
-    origin = json.loads(text) if text else {}
-    is_file = str(origin.get("url", "")).startswith("file:")
-    name = url2pathname(urlsplit(origin["url"]).path) if is_file else "alto-lora"
-    option = "-e " if origin.get("dir_info", {}).get("editable") else ""
-    return f"pip install {option}{shlex.quote(f'{name}[{extra}]')}"
-
-
 def _applies(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
@@ -220,7 +206,7 @@ def _lines(found: Diagnosis) -> Iterator[str]:
         yield "not installed:"
     for extra, missing in found.extras.items():
         if missing and extra != "dev":  # those who need it know it
-            yield f"  {EXTRAS.get(extra, '')}: {_install(extra)} (needs {', '.join(missing)})"
+            yield f"  {EXTRAS.get(extra, '')}: {install_command(extra)} (needs {', '.join(missing)})"
     yield "" if found.problems else "everything that ALTO needs works"
     for problem in found.problems:
         yield f"problem: {problem}"

@@ -12,6 +12,7 @@ import typer
 
 from alto.cli.output import print_json
 from alto.errors import SpecError, UnsupportedError
+from alto.version import install_command
 
 if TYPE_CHECKING:
     from alto.service.settings import ServiceSettings
@@ -174,7 +175,7 @@ def _service_installed() -> Iterator[None]:
     except ImportError as error:
         raise UnsupportedError(
             f"service: expected the packages of the extra 'service', found that {error.name} is not installed; install "
-            "them with: pip install 'alto-lora[service]'"
+            f"them with: {install_command('service')}"
         ) from error
 
 

@@ -21,6 +21,7 @@ from alto.cli.output import output_console, print_json
 from alto.errors import SpecError
 from alto.records import SimulationOutcome
 from alto.spec import Simulation, load_simulation
+from alto.version import install_command
 
 _LEGEND = (
     "makespan: hours until all tasks have ended; mean, p99: hours from a task's\n"
@@ -134,7 +135,7 @@ def _usual_methods(simulation: Simulation) -> list[str]:
     if num_tasks > MAX_SOLVED:
         return methods
     if find_spec("ortools") is None:
-        typer.echo('note: cp-sat is left out because it needs ortools: pip install "alto-lora[scheduler]"', err=True)
+        typer.echo(f"note: cp-sat is left out because it needs ortools: {install_command('scheduler')}", err=True)
         return methods
     return [*methods, "cp-sat"]
 

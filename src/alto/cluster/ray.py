@@ -22,7 +22,7 @@ from alto.cluster.ray_nodes import RayNodes, Table, has_slots, is_head, name_of,
 from alto.cluster.ray_starter import Starter
 from alto.errors import ClusterLostError, ClusterVersionError, SpecError, UnsupportedError
 from alto.records import Node
-from alto.version import version_of
+from alto.version import install_command, version_of
 
 try:
     import ray
@@ -30,7 +30,7 @@ try:
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 except ImportError:
-    raise UnsupportedError('a Ray cluster needs the package ray, found none; pip install "alto-lora[ray]"') from None
+    raise UnsupportedError(f"a Ray cluster needs the package ray, found none; {install_command('ray')}") from None
 
 
 OLDEST = (2, 50)

@@ -20,6 +20,7 @@ from alto.base import first_line
 from alto.data.dataset import MEMORY, RowStore
 from alto.data.rows import FaultKind, LazySequence, RawRow, RowFault, broken_part, listed, quoted
 from alto.errors import DataError, DataFileNotFoundError, DataFormatError, UnsupportedError
+from alto.version import install_command
 
 _BATCH_ROWS = 1024
 _REACH_SECONDS = 10.0
@@ -149,7 +150,7 @@ def _check_hub(name: str, key: str) -> None:
 
 
 def _missing(what: str) -> UnsupportedError:
-    return UnsupportedError(f'{what} need the package datasets, found none; pip install "alto-lora[data]"')
+    return UnsupportedError(f"{what} need the package datasets, found none; {install_command('data')}")
 
 
 def _unknown(name: str, key: str, error: Exception) -> DataFileNotFoundError:

@@ -10,6 +10,7 @@ from alto.backbone import load_config, resolve_model
 from alto.errors import DataError, UnsupportedError
 from alto.lora import SavedAdapter, is_read_per_expert, vllm_obstacle, vllm_rank, write_per_expert
 from alto.spec import QUANTISATION_KEYS, BaseModelSpec
+from alto.version import install_command
 
 _MAX_LORAS = 8
 """Maximum number of adapters on the GPU at a time; the others wait in host memory."""
@@ -38,8 +39,8 @@ def complete_with_vllm(
         from vllm.lora.request import LoRARequest
     except ImportError as error:
         raise UnsupportedError(
-            f"backend: expected vLLM, found that it cannot be imported ({error}); pip install 'alto-lora[vllm]', or "
-            "leave --backend out"
+            f"backend: expected vLLM, found that it cannot be imported ({error}); {install_command('vllm')}, "
+            "or leave --backend out"
         ) from error
     loras = [adapter for adapter in adapters if adapter is not None]
     _check(base, loras)

@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from alto.errors import SpecError, UnsupportedError
+from alto.version import install_command
 
 _MODULES = {"reference": "reference", "torch": "torch_backend", "triton": "triton_backend"}
 
@@ -58,7 +59,7 @@ def _best(device: torch.device) -> str:
 def _check_triton() -> None:
     if find_spec("triton") is None:
         raise UnsupportedError(
-            "ALTO_KERNELS=triton: expected Triton, found it not installed; pip install 'alto-lora[gpu]', or unset it"
+            f"ALTO_KERNELS=triton: expected Triton, found it not installed; {install_command('gpu')}, or unset it"
         )
     # Triton reads TRITON_INTERPRET, too, and then interprets kernels on the CPU.
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from alto.errors import UnsupportedError
 from alto.lora.layout import BankLayout
 from alto.spec import EIGHT_BIT_OPTIMIZERS, JobConfig, OptimizerName
+from alto.version import install_command
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], undecayed: Collection[str]) -> list[dict[str, Any]]:
@@ -163,7 +164,7 @@ def check_optimizer(optim: OptimizerName, device: torch.device) -> None:
     if find_spec("bitsandbytes") is None:
         raise UnsupportedError(
             f"optim: {optim!r} needs the package bitsandbytes, which is not installed. Install it with: "
-            f'pip install "alto-lora[bnb]", or set optim to adamw_torch.'
+            f"{install_command('bnb')}, or set optim to adamw_torch."
         )
     if optim == "paged_adamw_8bit" and device.type != "cuda":
         raise UnsupportedError(

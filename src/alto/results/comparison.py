@@ -14,6 +14,7 @@ from alto.records import TaskOutcome
 from alto.runs import JobHistory, RunHistory
 from alto.runs.lead import repeated_configurations
 from alto.spec import loss_scale
+from alto.version import install_command
 
 if TYPE_CHECKING:
     import pandas
@@ -30,7 +31,7 @@ def import_pandas() -> Any:
         import pandas
     except ImportError:
         raise UnsupportedError(
-            'a table of results: expected pandas, found that it is not installed; pip install "alto-lora[data]", or '
+            f"a table of results: expected pandas, found that it is not installed; {install_command('data')}, or "
             "use result.job_results, which needs no package"
         ) from None
     return pandas

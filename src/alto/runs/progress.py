@@ -143,12 +143,12 @@ def remaining_duration_s(
     if by_pace_s is None:
         by_pace_s = elapsed_s * (1.0 - weight) / weight
     trust = weight / (weight + _HALF_TRUSTED)
-    return (1.0 - trust) * (1.0 - weight) * expected_s + trust * by_pace_s
+    # A geometric mean, because an estimate can be wrong by any factor.
+    return float(((1.0 - weight) * expected_s) ** (1.0 - trust) * by_pace_s**trust)
 
 
 _HALF_TRUSTED = 0.05
-"""Fraction done at which a task's own pace counts as much as the estimate: a pace of few samples is rough, but an
-estimate may be wrong by any factor."""
+"""Fraction done at which a task's own pace counts as much as the estimate."""
 
 
 def trained_tokens(history: RunHistory) -> int | None:

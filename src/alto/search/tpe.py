@@ -10,6 +10,7 @@ from typing import Any
 
 from alto.errors import UnsupportedError
 from alto.spec import Axis, Sampled, SearchSpace
+from alto.version import install_command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ def check_installed() -> None:
     except ImportError as error:
         raise UnsupportedError(
             "search.algorithm 'tpe': expected Optuna, found that it is not installed; install it with: "
-            "pip install 'alto-lora[search]', or set search.algorithm to random"
+            f"{install_command('search')}, or set search.algorithm to random"
         ) from error
 
 

@@ -25,6 +25,7 @@ from alto.scheduler.inter_task.lists import (
     running_counts,
 )
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand, in_ticks, makespan_of, schedule_from
+from alto.version import install_command
 
 # Local search for clusters that are too large for one model: moves tasks between nodes until all nodes end at about the
 # same time.
@@ -394,8 +395,7 @@ def _import_cp_model() -> ModuleType:
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise UnsupportedError(
-            "method: cp-sat needs the package ortools, found none; "
-            'pip install "alto-lora[scheduler]", or use method lpt'
+            f"method: cp-sat needs the package ortools, found none; {install_command('scheduler')}, or use method lpt"
         ) from error
     return cp_model
 

@@ -21,6 +21,7 @@ from alto.scheduler.inter_task.lists import (
     priority_classes,
 )
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand, makespan_of, schedule_from
+from alto.version import install_command
 
 _TOLERANCE = 1e-6
 """Tolerance of SCIP's constraints."""
@@ -89,7 +90,7 @@ def _import_pywraplp() -> ModuleType:
         from ortools.linear_solver import pywraplp
     except ImportError as error:
         raise UnsupportedError(
-            'method: milp needs the package ortools, found none; pip install "alto-lora[scheduler]", or use method lpt'
+            f"method: milp needs the package ortools, found none; {install_command('scheduler')}, or use method lpt"
         ) from error
     module: ModuleType = pywraplp
     return module
