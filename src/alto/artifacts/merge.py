@@ -43,7 +43,7 @@ def dtype_on_disk(winner: Winner) -> torch.dtype:
 def merged_model(winner: Winner) -> tuple[PreTrainedModel, float]:
     """Merge the adapter of ``winner`` into its base model, in float32 on the CPU.
 
-    A quantized base model is dequantized first, to the weights that its layers compute with. If the output head shares
+    A quantised base model is dequantised first, to the weights that its layers compute with. If the output head shares
     its weight with the embeddings and the adapter changes one of them, they get separate weights.
 
     Returns:

@@ -182,7 +182,7 @@ def register() -> None:
     """Register :data:`NAME` with transformers. Idempotent.
 
     Sequences are separated by their offsets, so there is no mask. No mask function is registered either: if there is
-    one, transformers searches the position ids of every forward pass for packed sequences, which synchronizes host and
+    one, transformers searches the position ids of every forward pass for packed sequences, which synchronises host and
     device; without one, transformers builds no mask.
     """
     AttentionInterface.register(NAME, _attention_forward)

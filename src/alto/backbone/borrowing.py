@@ -38,7 +38,7 @@ def borrowed(objects: BaseObjects, device: torch.device) -> Iterator[None]:
 
     Raises:
         ModelError: The model is not one of transformers, or the tokenizer does not fit it.
-        UnsupportedError: The model is on another device, quantized, sharded, or has adapters of PEFT.
+        UnsupportedError: The model is on another device, quantised, sharded, or has adapters of PEFT.
         RunBusyError: Another task of this process trains on the model.
     """
     model = objects.model

@@ -1,6 +1,6 @@
 """Runs modules of the frozen base model as fused Triton kernels, if Triton is the backend.
 
-A module is recognized by its structure. Then its class is run on random numbers: a kernel replaces an operation only if
+A module is recognised by its structure. Then its class is run on random numbers: a kernel replaces an operation only if
 it gives the same numbers. All other modules stay as they are, and :class:`FusedLayers` reports why.
 """
 

@@ -21,7 +21,7 @@ from alto.kernels import NormKind
 from alto.kernels.layer_reference import cross_entropy, rms_norm, rotary, swiglu
 
 # Copies of a model's modules with other, small weights, to test what a module's forward pass computes. This also works
-# where the module's own weights are quantized or sharded.
+# where the module's own weights are quantised or sharded.
 
 
 def bare_copy(

@@ -86,9 +86,9 @@ def load_backbone(
         ModelError: The model is not a complete causal LM with a tokenizer, comes with code that ``trust_remote_code``
             does not allow, or has no weights of the kind that ``use_safetensors`` selects.
         UnsupportedModelError: The forward pass would differ from the model's own.
-        UnsupportedError: ``torch_compile`` without a compiler, quantization without bitsandbytes, a model that is
-            quantized by other means, or a CPU without instructions for the requested half precision. With ``mesh``:
-            ``torch_compile``, pickle files, or a model quantized on disk.
+        UnsupportedError: ``torch_compile`` without a compiler, quantisation without bitsandbytes, a model that is
+            quantised by other means, or a CPU without instructions for the requested half precision. With ``mesh``:
+            ``torch_compile``, pickle files, or a model quantised on disk.
     """
     if spec.torch_compile and mesh is not None:
         raise UnsupportedError(
@@ -258,7 +258,7 @@ def _own_dtype(config: PreTrainedConfig) -> torch.dtype | None:
 
 
 def _check_shardable(spec: BaseModelSpec, config: PreTrainedConfig) -> None:
-    """Check that the weights can be read slice by slice: unquantized safetensors."""
+    """Check that the weights can be read slice by slice: unquantised safetensors."""
     if hasattr(config, "quantization_config"):
         raise UnsupportedError(
             f"num_gpus: a model that is already quantized on disk cannot be sharded over GPUs: {spec.id!r}. Use the "

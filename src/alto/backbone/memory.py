@@ -1,4 +1,4 @@
-"""Recognizes out-of-memory errors of PyTorch and its libraries."""
+"""Recognises out-of-memory errors of PyTorch and its libraries."""
 
 from __future__ import annotations
 

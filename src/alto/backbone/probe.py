@@ -40,7 +40,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def can_widen(model: nn.Module) -> bool:
-    """Return whether ``model`` is in half precision, and neither quantized nor sharded."""
+    """Return whether ``model`` is in half precision, and neither quantised nor sharded."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     is_half = bool(dtypes.intersection(_HALF)) and all(dtype.is_floating_point for dtype in dtypes)
     return is_half and not any(is_sharded(module) for module in model.modules())

@@ -21,13 +21,13 @@ _PACKAGES = ("bitsandbytes", "accelerate")  # transformers loads bitsandbytes th
 
 
 class QuantisedLinear(nn.Linear):
-    """A frozen linear layer with a packed weight, dequantized for every product.
+    """A frozen linear layer with a packed weight, dequantised for every product.
 
-    The weight is dequantized in the forward pass and again in the backward pass, and freed after each.
+    The weight is dequantised in the forward pass and again in the backward pass, and freed after each.
     Activations are not rounded. bitsandbytes' own 8-bit product rounds them on some devices. It also treats a whole
     column differently if one token in it is large, so tokens of one job would change those of another.
 
-    ``packed`` is the weight in bitsandbytes' format: bytes of two numbers each, or ``[N, K]`` int8. The quantization
+    ``packed`` is the weight in bitsandbytes' format: bytes of two numbers each, or ``[N, K]`` int8. The quantisation
     state is small and never sharded, even if ``packed`` is.
 
     Args:
@@ -61,7 +61,7 @@ class QuantisedLinear(nn.Linear):
     def pack(self, weight_NK: Tensor, device: torch.device) -> Tensor:
         """Pack a weight, given on the CPU in the dtype of the base model; return the whole packed weight on ``device``.
 
-        The quantization state is kept; the caller copies this rank's part of the result into ``packed``.
+        The quantisation state is kept; the caller copies this rank's part of the result into ``packed``.
         """
         kind, settings = self._packing
         made = kind(weight_NK, requires_grad=False, **settings).to(device)
@@ -77,7 +77,7 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in plain layers
-        """The weight ``[N, K]`` in the dtype of the base model, dequantized at each access."""
+        """The weight ``[N, K]`` in the dtype of the base model, dequantised at each access."""
         if not self._is_4bit:
             return self.packed.to(self.dtype).mul_(self.scale_N1)
         from bitsandbytes.functional import dequantize_4bit
@@ -103,15 +103,15 @@ class _Product(torch.autograd.Function):
 
 
 def bitsandbytes_config(spec: BaseModelSpec, config: PreTrainedConfig) -> BitsAndBytesConfig | None:
-    """Return how to quantize the linear layers of a base model while it is read; None if quantization is not requested,
-    or if they are quantized on disk.
+    """Return how to quantise the linear layers of a base model while it is read; None if quantisation is not requested,
+    or if they are quantised on disk.
 
     Args:
-        config: The model's own configuration, which describes its quantization on disk.
+        config: The model's own configuration, which describes its quantisation on disk.
 
     Raises:
-        ModelError: The model is quantized on disk in another way than requested.
-        UnsupportedError: A package is missing, or the model is quantized on disk by other means than bitsandbytes.
+        ModelError: The model is quantised on disk in another way than requested.
+        UnsupportedError: A package is missing, or the model is quantised on disk by other means than bitsandbytes.
     """
     wanted, on_disk = spec.quantisation, _quantisation_on_disk(spec.id, config)
     if wanted == on_disk == "none":
@@ -148,7 +148,7 @@ def unpack_on_use(network: PreTrainedModel) -> None:
 
 
 def plan_packing(network: PreTrainedModel, quantisation: BitsAndBytesConfig) -> None:
-    """Replace the layers that bitsandbytes would quantize by :class:`QuantisedLinear`, whose weights are packed later.
+    """Replace the layers that bitsandbytes would quantise by :class:`QuantisedLinear`, whose weights are packed later.
     All layers of ``network`` are on the meta device."""
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
@@ -179,7 +179,7 @@ def _bits(quantisation: Quantisation) -> str:
 
 def dequantised(network: PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return a model of the same class with plain linear layers, in the dtype of ``network``; its logits are equal, and
-    it can be saved. If nothing is quantized, return ``network`` itself.
+    it can be saved. If nothing is quantised, return ``network`` itself.
 
     Args:
         network: A result of :func:`alto.backbone.load_network`.

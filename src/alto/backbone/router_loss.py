@@ -182,7 +182,7 @@ class _RunSums(torch.autograd.Function):
 
 def _run_sums(values_TE: Tensor, lengths_U: Tensor, weights_T: Tensor | None) -> Tensor:
     values_TE = values_TE.double() if weights_T is None else values_TE.double() * weights_T[:, None]
-    # unsafe: the lengths are valid; checking them would synchronize host and device.
+    # unsafe: the lengths are valid; checking them would synchronise host and device.
     return torch.segment_reduce(values_TE, "sum", lengths=lengths_U, axis=0, unsafe=True)
 
 

@@ -66,9 +66,9 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def find_roots(model: PreTrainedModel) -> None:
-    """Initialize FSDP after the parameters have values; body and output head are its root modules.
+    """Initialise FSDP after the parameters have values; body and output head are its root modules.
 
-    Modules that are gathered by hand (:class:`alto.backbone.output_head.OutputHead`) must be initialized before that.
+    Modules that are gathered by hand (:class:`alto.backbone.output_head.OutputHead`) must be initialised before that.
     All ranks call this together.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)

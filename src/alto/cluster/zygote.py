@@ -2,7 +2,7 @@
 
 The cluster uses :class:`Zygote`. ``python -m alto.cluster.zygote`` is the process: it answers requests on a socket
 until the socket is closed, and then exits. It imports the modules that requests name, which are the same for all
-executors of a queue. It never uses a GPU, because a process that is forked after CUDA has been initialized cannot use
+executors of a queue. It never uses a GPU, because a process that is forked after CUDA has been initialised cannot use
 CUDA.
 
 Messages are lines of JSON. To the zygote: ``{"fork": id, "module": ..., "uses": [...], "args": [...], "env": {...},

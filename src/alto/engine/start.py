@@ -208,7 +208,7 @@ def preview_data(task: Task, *, num_rows: int, head: HeadStore | None = None) ->
     """Return the data of ``task`` and its first ``num_rows`` examples.
 
     Args:
-        head: Holds the first rows of large datasets; None tokenizes all rows, which takes time.
+        head: Holds the first rows of large datasets; None tokenises all rows, which takes time.
     """
     rows = read_task_rows(task, head=head)
     if task.select_by != "metric":

@@ -138,7 +138,7 @@ def _normalised(text: str, *, ignore_case: bool) -> str:
 
 
 def _captured(text: str, *, pattern: re.Pattern[str], normalised: Callable[[str], str]) -> str | None:
-    """Return the first group of the first match, normalized; None if there is none."""
+    """Return the first group of the first match, normalised; None if there is none."""
     match = pattern.search(text)
     return None if match is None or match.group(1) is None else normalised(match.group(1))
 

@@ -89,7 +89,7 @@ class PeftCheck:
     def _holds_parameters(self, adapter: SavedAdapter) -> bool:
         """Return whether all ``target_parameters`` of the adapter are parameters of the model.
 
-        The weights of ALTO's quantized layers are not: they are dequantized on use.
+        The weights of ALTO's quantised layers are not: they are dequantised on use.
         """
         held = {name for name, _ in self._backbone.model.named_parameters()}
         return held.issuperset(adapter.target_parameters)
@@ -119,7 +119,7 @@ class PeftCheck:
     ) -> tuple[list[str], Tensor]:
         """Return the differences in PEFT's modules, as sentences, and PEFT's logits."""
         device = self._backbone.device
-        # PEFT draws random numbers to initialize weights before it reads the adapter.
+        # PEFT draws random numbers to initialise weights before it reads the adapter.
         with torch.random.fork_rng([device] if device.type == "cuda" else []), self._backbone.own_attention():
             model = load(base, str(adapter.folder), torch_device=str(device)).eval()
             layers = {module_of(name): layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}

@@ -37,7 +37,7 @@ class TaskContext:
 
     Attributes:
         base: Specification of the base model in ``backbone`` and of how it was loaded.
-        data: Tokenized rows; after :func:`alto.executor.stages.with_references` they include reference log-probs if the
+        data: Tokenised rows; after :func:`alto.executor.stages.with_references` they include reference log-probs if the
             objective needs them.
         jobs: The jobs of the search space, without jobs that are added while the task runs.
         references: Source of the reference log-probs in ``data``; None if there are none.

@@ -71,7 +71,7 @@ class Trainer(Evaluator):
         """Give ``local_slot`` of this rank's bank to a job.
 
         Args:
-            weights: Weights that it begins with, or that it had when it was parked; None initializes new ones.
+            weights: Weights that it begins with, or that it had when it was parked; None initialises new ones.
             optimizer: Optimizer state of a parked job; None for a job that has not trained yet.
         """
         self.bank.occupy(local_slot, job.shape)
@@ -248,7 +248,7 @@ class Trainer(Evaluator):
 
     def read(self, losses: Tensor) -> list[float]:
         """Return the losses of :meth:`backward`, summed over all ranks. Called last: this is the first host-device
-        synchronization of the step."""
+        synchronisation of the step."""
         return self.passes.ranks.sum([float(loss) for loss in losses.tolist()])
 
     def step_metrics(self, jobs: Sequence[JobState]) -> Sequence[Mapping[str, float]]:

@@ -1,6 +1,6 @@
 """Import of configuration objects: PEFT's ``LoraConfig``, transformers' ``TrainingArguments``, and TRL's subclasses.
 
-Objects are recognized by the names of package and class, so that these packages need not be installed, and are then
+Objects are recognised by the names of package and class, so that these packages need not be installed, and are then
 read like TRL's files.
 """
 

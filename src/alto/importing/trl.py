@@ -15,7 +15,7 @@ from alto.importing.sources import BUILDERS, ImportedSource, builder_of, put_sou
 from alto.spec import KTO_LOSS_TYPES, LOSS_TYPES, NOT_NEEDED_KEYS, PEFT_DEFAULT, TEMPLATE_NAME, find_method
 
 FORM = "dataset_format"
-"""The task key under which the tokenization of texts is reported; TRL has no key for it."""
+"""The task key under which the tokenisation of texts is reported; TRL has no key for it."""
 
 MARKS = frozenset(
     {
@@ -374,7 +374,7 @@ def _read_masks(draft: Draft) -> None:
 
 
 def _report_texts(draft: Draft, method_name: str) -> None:
-    """Report how rows without messages are tokenized, unless an override sets their form."""
+    """Report how rows without messages are tokenised, unless an override sets their form."""
     if FORM in draft.replaced:
         return
     roles, raw = _RAW_FORMS[method_name]

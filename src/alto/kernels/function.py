@@ -79,7 +79,7 @@ class GroupedLinear:
             dx_TK = torch.empty_like(x_TK) if needs_dx else None
             self.ops.grouped_backward(x_TK, s_TQ, dys, self.operands, dx_TK, self.schedule)
         if needs_dx:
-            # A quantized base dequantizes its weight at each use; the loop keeps only one weight in memory.
+            # A quantised base dequantises its weight at each use; the loop keeps only one weight in memory.
             for dy_TN, base in zip(dys, self.bases, strict=True):
                 dx_TK = base.backward(dy_TN, dx_TK)
         return dx_TK

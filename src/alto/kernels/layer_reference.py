@@ -19,9 +19,9 @@ class NormKind(IntEnum):
     """The values that an RMS norm rounds to the dtype of its input.
 
     Attributes:
-        ROUNDED: The normalized input, before it is multiplied by the weight (Llama, Qwen, Mistral).
+        ROUNDED: The normalised input, before it is multiplied by the weight (Llama, Qwen, Mistral).
         FLOAT32: Only the product (OLMo 2, Helium).
-        ONE_PLUS: Only the product, of the normalized input and one plus the weight (Gemma).
+        ONE_PLUS: Only the product, of the normalised input and one plus the weight (Gemma).
     """
 
     ROUNDED = 0

@@ -153,5 +153,5 @@ def segment_sums(values_TN: Tensor, schedule: TokenSchedule) -> Tensor:
     """
     values_TN = values_TN.to(torch.promote_types(values_TN.dtype, torch.float32)).contiguous()
     lengths_S = schedule.lengths_of_segments(values_TN.device)
-    # unsafe=True skips the check of the lengths, which are valid; it would synchronize host and device.
+    # unsafe=True skips the check of the lengths, which are valid; it would synchronise host and device.
     return torch.segment_reduce(values_TN, "sum", lengths=lengths_S, axis=0, unsafe=True)

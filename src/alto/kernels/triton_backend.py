@@ -1,9 +1,9 @@
 """The ops as Triton kernels; the number of launches per op does not grow with the number of slots. Runs on CUDA.
 
 Modules that read the same input share one read of it, and up to three members of a group share one launch over their
-outputs. Shapes as in :mod:`alto.kernels.reference`, which documents every op. No op synchronizes host and device.
+outputs. Shapes as in :mod:`alto.kernels.reference`, which documents every op. No op synchronises host and device.
 Atomics only count programs and never add results, so the same inputs give the same bits, and a slot's bits do not
-depend on other slots. Compilation does not depend on other slots either: no argument that Triton specializes for
+depend on other slots. Compilation does not depend on other slots either: no argument that Triton specialises for
 changes as adapters come and go.
 """
 

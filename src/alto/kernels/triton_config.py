@@ -308,7 +308,7 @@ def _exact(bank: torch.dtype) -> tl.dtype:
 
 # Launches of kernels that Triton has already compiled, without the overhead of asking Triton again what to compile.
 #
-# For every launch Triton binds arguments to names, checks each for specialization, builds a string from the result and
+# For every launch Triton binds arguments to names, checks each for specialisation, builds a string from the result and
 # looks it up. A step has hundreds of launches with the same shapes, so this module does all of it once per shape.
 
 _ALIGNMENT = 16

@@ -275,7 +275,7 @@ class AdapterBank:
         return self._places[slot]
 
     def initialise(self, slot: int, seed: int, init: InitLoraWeights = "default") -> None:
-        """Initialize the adapter in ``slot`` as PEFT does.
+        """Initialise the adapter in ``slot`` as PEFT does.
 
         ``default``: ``A`` is Kaiming-uniform (a = √5) and ``B`` is zero. ``gaussian``: ``A`` is normal with standard
         deviation ``1 / r`` and ``B`` is zero. ``orthogonal``: both are random, and their product is zero. For

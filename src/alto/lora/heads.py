@@ -37,7 +37,7 @@ class BankHeads:
         self._bank = bank
 
     def initialise(self, slot: int, model: PreTrainedModel, seed: int) -> None:
-        """Initialize the head of ``slot`` as transformers initializes the head of a model without one.
+        """Initialise the head of ``slot`` as transformers initialises the head of a model without one.
 
         The values depend only on the seed, the model and the number of labels.
         """

@@ -376,7 +376,7 @@ class SharedInput:
 
 
 class FrozenWeight:
-    """The weight and bias of a linear layer, read at each use because they may be gathered or dequantized then."""
+    """The weight and bias of a linear layer, read at each use because they may be gathered or dequantised then."""
 
     def __init__(self, base: Any) -> None:
         self._base = base

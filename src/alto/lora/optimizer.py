@@ -101,7 +101,7 @@ class BankOptimizer:
         rest = [slots[index] for index in left]
         of_rows = ops.row_norms(bank.grads_ZP, rest, [bank.places(slot).end for slot in rest])
         order = sorted(range(len(slots)), key=(summed + left).__getitem__)
-        # Indexing with a list would copy from unpinned memory, which synchronizes host and device.
+        # Indexing with a list would copy from unpinned memory, which synchronises host and device.
         return torch.cat([norms, of_rows]).index_select(0, upload(order, torch.int64, norms.device))
 
     def step(self, updates: Sequence[SlotUpdate], norms: Tensor) -> None:
@@ -123,7 +123,7 @@ class BankOptimizer:
         if len(together) == len(updates):
             self._step_together(updates, grad_scales)
         else:
-            # Indexing with a list would copy from unpinned memory, which synchronizes host and device.
+            # Indexing with a list would copy from unpinned memory, which synchronises host and device.
             scales = grad_scales.index_select(0, upload(together, torch.int64, grad_scales.device))
             self._step_together([updates[index] for index in together], scales)
             for index, update in enumerate(updates):

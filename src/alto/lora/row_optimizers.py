@@ -193,7 +193,7 @@ def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
 class EightBitAdamW:
     """The 8-bit AdamW of one adapter.
 
-    It works on contiguous copies of the adapter's matrices in PEFT's layout, because its state is quantized in blocks
+    It works on contiguous copies of the adapter's matrices in PEFT's layout, because its state is quantised in blocks
     of neighboring elements. bitsandbytes keeps the state of tensors with fewer than 4096 elements in 32 bits.
 
     Args:
@@ -268,7 +268,7 @@ class EightBitAdamW:
         self._set_step(0)
 
     def _parts(self) -> dict[str, Tensor]:
-        # The quantization maps are constant and shared, so they are not part of the state.
+        # The quantisation maps are constant and shared, so they are not part of the state.
         return {
             f"{name}.{part}": self._optimizer.state[parameter][part]
             for name, parameter in self._parameters.items()

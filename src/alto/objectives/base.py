@@ -268,7 +268,7 @@ def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
     Each run is summed separately, in an order that depends only on its length, so its bits depend on no other run. The
     sums are in float64, because on a CPU they add one value after the other.
     """
-    # `unsafe`: the lengths are valid, and checking them would synchronize host and device.
+    # `unsafe`: the lengths are valid, and checking them would synchronise host and device.
     return torch.segment_reduce(values_S.double(), "sum", lengths=to_device(lengths, values_S.device), unsafe=True)
 
 

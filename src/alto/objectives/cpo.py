@@ -1,4 +1,4 @@
-"""Contrastive preference optimization (arXiv:2401.08417) and SimPO (arXiv:2405.14734): make the chosen reply more
+"""Contrastive preference optimisation (arXiv:2401.08417) and SimPO (arXiv:2405.14734): make the chosen reply more
 probable than the rejected one, and learn it. They need no reference log-probs.
 
 The losses have the names and values of TRL's ``CPOTrainer``: ``sigmoid`` and ``hinge`` compare log-probabilities of

@@ -1,4 +1,4 @@
-"""Direct preference optimization: the chosen reply should have a larger log-ratio to the frozen base model than the
+"""Direct preference optimisation: the chosen reply should have a larger log-ratio to the frozen base model than the
 rejected reply.
 
 The losses have the names and values of TRL's ``DPOTrainer``, per pair; several are added with weights. One differs:

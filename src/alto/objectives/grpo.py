@@ -1,4 +1,4 @@
-"""Group relative policy optimization: completions that the model sampled, weighted by their rewards.
+"""Group relative policy optimisation: completions that the model sampled, weighted by their rewards.
 
 A step trains on completions that its own weights sampled. So the ratio between the probabilities of the trained and of
 the sampling model is one, nothing is clipped, and the loss has the gradient of advantage times log-probability.

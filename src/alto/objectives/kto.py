@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization (arXiv:2402.01306): every reply is labelled as desirable or not. The log-ratio of a
+"""Kahneman-Tversky optimisation (arXiv:2402.01306): every reply is labelled as desirable or not. The log-ratio of a
 desirable reply to the frozen base model should exceed the divergence of the adapter from the base model; the log-ratio
 of an undesirable reply should stay below it.
 

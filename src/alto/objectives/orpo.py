@@ -1,4 +1,4 @@
-"""Odds-ratio preference optimization (arXiv:2403.07691): learns the chosen reply, and increases its odds relative to
+"""Odds-ratio preference optimisation (arXiv:2403.07691): learns the chosen reply, and increases its odds relative to
 the odds of the rejected one. Needs no reference log-probs.
 
 Both terms are means over pairs of per-token means of a reply, as in the paper. Only replies are learned; TRL's trainer

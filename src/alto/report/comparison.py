@@ -23,7 +23,7 @@ from alto.views.metrics import loss_unit
 from alto.views.tables import job_table
 
 _ROLES = ("first", "second")
-"""The role of each run's curve, which decides its color."""
+"""The role of each run's curve, which decides its colour."""
 
 
 def comparison_table(

@@ -1,6 +1,6 @@
 """The figures of the report as plotly.js traces: plain lists and dicts, no colours.
 
-A trace names its role in ``meta.role`` (an outcome or ``best``); the page gives every role its color in the light and
+A trace names its role in ``meta.role`` (an outcome or ``best``); the page gives every role its colour in the light and
 the dark scheme. Text that comes from a user is escaped for plotly, which interprets some HTML.
 """
 

@@ -41,7 +41,7 @@ _TRL_FORMS = (
     *("messages", "text", "prompt_completion", "raw_prompt_completion"),
     *("preference", "raw_preference", "unpaired_preference"),
 )
-"""Forms of rows that TRL recognizes by their columns."""
+"""Forms of rows that TRL recognises by their columns."""
 
 _TEMPLATED_FORMS = ("prompt_completion", "preference", "unpaired_preference")
 """Forms whose plain texts ALTO formats with the chat template, while TRL joins them unchanged."""

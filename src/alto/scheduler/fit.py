@@ -141,7 +141,7 @@ def _check_measured(points: Sequence[ThroughputPoint]) -> None:
 
 
 def _least_relative_squares(columns: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return coefficients, none below 0, of the columns that minimize the sum of squares of ``predicted / measured -
+    """Return coefficients, none below 0, of the columns that minimise the sum of squares of ``predicted / measured -
     1``.
 
     The best non-negative solution is the unconstrained solution on a subset of the columns. There are at most three
@@ -156,7 +156,7 @@ def _least_relative_squares(columns: NDArray[np.float64], measured: NDArray[np.f
             "bank's own bytes, and use a monotonic clock"
         )
     relative = columns / measured[:, None]
-    # Normalize the columns: otherwise rounding decides, because bytes and tokens differ by a factor of millions.
+    # Normalise the columns: otherwise rounding decides, because bytes and tokens differ by a factor of millions.
     scale = np.linalg.norm(relative, axis=0)
     relative = relative / scale
     best, least = np.zeros(columns.shape[1]), math.inf

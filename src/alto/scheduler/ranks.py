@@ -194,7 +194,7 @@ class _AssignmentSearch:
         self._place({}, 0)
 
     def _cost(self, num_moved: int) -> tuple[float, int]:
-        """Return the cost to minimize; it only grows as jobs are added."""
+        """Return the cost to minimise; it only grows as jobs are added."""
         return max(max(self._loads) * len(self._loads) / self._total - 1.0, self._floor), num_moved
 
     def _place(self, rank_of: dict[str, int], num_moved: int) -> None:

@@ -108,7 +108,7 @@ def _state_of(run: Path) -> _State | None:
 
 _MOST = 32
 _MOST_AT_ONCE = 2
-"""Maximum number of drafts whose rows are tokenized at the same time."""
+"""Maximum number of drafts whose rows are tokenised at the same time."""
 _MOST_WAITING = 8
 """Maximum number of waiting drafts; each occupies a thread of the server."""
 

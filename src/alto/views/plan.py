@@ -175,7 +175,7 @@ def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
     """Return everything in ``preview``, one fact per line, then the examples.
 
     Args:
-        marked: Whether trained tokens are put between marks instead of colored.
+        marked: Whether trained tokens are put between marks instead of coloured.
     """
     counts, (shortest, median, longest) = preview.counts, preview.row_tokens
     has_labels = preview.form == "text_classification"

@@ -338,7 +338,7 @@ _TRIED_SEATS = 6_000
 second."""
 
 _FINISH_FRACTION = 0.1
-"""Fraction of the remaining time for minimizing the sum of completion times, if a gap is allowed."""
+"""Fraction of the remaining time for minimising the sum of completion times, if a gap is allowed."""
 
 _RESERVE_S = 0.1
 _RESERVE_FRACTION = 0.1
@@ -523,7 +523,7 @@ class _ReservationSearch:
         )
 
     def _finish_nodes_sooner(self, deadline: float) -> None:
-        """Minimize the sum of completion times node by node, keeping the makespan."""
+        """Minimise the sum of completion times node by node, keeping the makespan."""
         makespan = self._makespan(self.best)
         names = [node.name for node in self._problem.nodes]
         for number, name in enumerate(names):

@@ -41,7 +41,7 @@ def milp_schedule(problem: SchedulingProblem, *, time_limit_s: float) -> Schedul
 
     The variables are a start for every task, for every task and GPU whether it runs there, and for every two tasks
     which one comes first. The order matters only for two tasks that share a GPU: ``start_j >= end_i - M (3 - before_ij
-    - on_ig - on_jg)``. A task is on one node if any is large enough. A tenant's quota is modeled as extra GPUs: each
+    - on_ig - on_jg)``. A task is on one node if any is large enough. A tenant's quota is modelled as extra GPUs: each
     task of the tenant uses one extra GPU for each real GPU.
 
     If the time limit passes before a schedule is found, the schedule of ``lpt`` is returned, with a notice. The time

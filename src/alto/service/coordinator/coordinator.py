@@ -259,7 +259,7 @@ class Coordinator:
             self._silent_since = self.failure = None
 
     def turn(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
-        """Synchronize the control plane with the database once."""
+        """Synchronise the control plane with the database once."""
         plane.check_connected()
         self._leadership.renew()
         self._forget_delays()

@@ -1,4 +1,4 @@
-"""Synchronization of a vLLM server's adapters with the database: new models are registered, deleted ones removed."""
+"""Synchronisation of a vLLM server's adapters with the database: new models are registered, deleted ones removed."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Registrar:
             self._thread.join(_STOP_S)
 
     def turn(self) -> None:
-        """Synchronize the server with the database if something has changed or a check is due.
+        """Synchronise the server with the database if something has changed or a check is due.
 
         Raises:
             SQLAlchemyError: The database cannot be used.

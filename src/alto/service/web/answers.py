@@ -106,7 +106,7 @@ def describe_keys(app: FastAPI) -> None:
 
 
 def mark_of(request: Request, tenant: str, body_hash: str) -> RequestMark:
-    """Return the mark by which repetitions of ``request`` are recognized; also store it for :func:`forget_older`."""
+    """Return the mark by which repetitions of ``request`` are recognised; also store it for :func:`forget_older`."""
     count = request.headers.get("x-stainless-retry-count", "")
     if priority := request.headers.get("alto-priority"):  # the same body with another priority asks for another job
         body_hash = hashlib.sha256(f"{body_hash} {priority}".encode()).hexdigest()

@@ -41,7 +41,7 @@ class BodyRoute(APIRoute):
             try:
                 await run_in_threadpool(caller, request)
             except ApiError as error:
-                if error.status == 429 and not is_form:  # the client repeats it, which must be recognized
+                if error.status == 429 and not is_form:  # the client repeats it, which must be recognised
                     mark_of(request, request.state.tenant, hash_of_json(await request.body()))
                 raise
             # The request caches both, and the framework finds them there. Reading them itself, the framework would hide
