@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from typer.testing import CliRunner
 
 import alto
-from alto.artifacts.export import vllm_request
+from alto.artifacts.export import request_command
 from alto.cli import app
 from alto.errors import AltoError, DiskFullError, RunChangedError, RunExistsError, RunNotFoundError, UnsupportedError
 from alto.importing import import_file, imported_task
@@ -165,7 +165,10 @@ def test_a_classifier_is_merged_with_its_head_and_labels(tmp_path: Path) -> None
 def test_a_line_says_what_a_gguf_file_holds(kind: str, holds: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="needs the extra 'gguf'")
     adapter = save_adapter(save_model(tmp_path / "base"), tmp_path / "mine")
-    assert exported(adapter, "--to", tmp_path / "file", "--gguf", kind).startswith(f"{holds}{tmp_path / 'file'}")
+    printed = exported(adapter, "--to", tmp_path / "file", "--gguf", kind)
+    assert printed.startswith(f"{holds}{tmp_path / 'file'}")
+    assert f"ollama create mine -f {tmp_path / 'file' / 'Modelfile'} && ollama run mine\n" in printed
+    assert printed.endswith(f"then ask it: {request_command('mine', is_chat=True, port=8080)}\n")
 
 
 def test_the_best_adapter_of_a_run_is_written_with_every_expert_by_itself(base: Path, tmp_path: Path) -> None:
@@ -182,7 +185,7 @@ def test_the_best_adapter_of_a_run_is_written_with_every_expert_by_itself(base: 
     printed = exported(result.run_dir, "--to", tmp_path / "vllm", "--per-expert")
     assert printed == (
         f"adapter: {tmp_path / 'vllm'}\nserve with: vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules "
-        f"tiny={tmp_path / 'vllm'}\nthen ask it: {vllm_request('tiny', is_chat=True)}\n"
+        f"tiny={tmp_path / 'vllm'}\nthen ask it: {request_command('tiny', is_chat=True)}\n"
     )
     tensors = load_file(tmp_path / "vllm" / "adapter_model.safetensors")
     experts = {f"block_sparse_moe.experts.{number}.w{which}" for number in range(4) for which in (1, 2, 3)}

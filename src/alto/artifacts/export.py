@@ -71,14 +71,15 @@ def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[
     return shlex.join(command), tuple(notes)
 
 
-def vllm_request(model: str, *, is_chat: bool) -> str:
-    """Return the command that asks a vLLM server on this machine for one answer.
+def request_command(model: str, *, is_chat: bool, port: int = 8000) -> str:
+    """Return the command that asks a server on this machine for one answer.
 
     Args:
-        model: Name of the adapter or model in vLLM.
+        model: Name of the adapter or model in the server.
+        port: The default is vLLM's.
     """
     content = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "Hello"}
-    address = f"http://127.0.0.1:8000/v1/{'chat/completions' if is_chat else 'completions'}"
+    address = f"http://127.0.0.1:{port}/v1/{'chat/completions' if is_chat else 'completions'}"
     body = json.dumps({"model": model, **content}, ensure_ascii=False)
     return shlex.join(["curl", address, "-H", "Content-Type: application/json", "-d", body])
 
@@ -341,9 +342,10 @@ def write_export(winner: Winner, folder: Path, settings: ExportSettings) -> Expo
     write = {"merged": _write_merged, "gguf": _write_gguf, "config": _write_config}.get(settings.form, _write_adapter)
     command, difference, notes = write(winner, folder, settings)
     request = ""
-    if command.startswith("vllm ") and not winner.adapter.has_head:
+    if command.startswith(("vllm ", "llama-server ")) and not winner.adapter.has_head:
         model = str(folder) if settings.form == "merged" else winner.name
-        request = vllm_request(model, is_chat=use_of(winner, load_tokenizer(winner.base)).is_chat)
+        is_chat = use_of(winner, load_tokenizer(winner.base)).is_chat
+        request = request_command(model, is_chat=is_chat, port=8080 if settings.form == "gguf" else 8000)
     return ExportResult(
         form=settings.form,
         folder=str(folder),
@@ -404,7 +406,7 @@ def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> _Writ
         (fresh / MODELFILE_NAME).write_text(ollama, encoding="utf-8")
         card = merged_card(winner, difference, what, library="gguf", pipeline="text-generation", how=how)
         (fresh / "README.md").write_text(card, encoding="utf-8")
-    return gguf_command(folder / file), difference, (*described.notes, *ollama_notes)
+    return gguf_command(folder / file), difference, (*described.notes, *ollama_notes, _ollama_note(winner, folder))
 
 
 def _write_gguf_adapter(winner: Winner, folder: Path) -> _Written:
@@ -421,7 +423,14 @@ def _write_gguf_adapter(winner: Winner, folder: Path) -> _Written:
         command = _shell(_lora_command(Path(described.file_name)))
         text = f"LoRA adapter for `{base}`, rank {winner.adapter.rank}, for llama.cpp and Ollama, exported by {_BY}."
         (fresh / "README.md").write_text(f"{header}\n# {winner.name}\n\n{text}\n\n{command}", encoding="utf-8")
-    return _lora_command(folder / described.file_name), None, notes
+    note = _ollama_note(winner, folder, before="name the base model in the Modelfile, then ")
+    return _lora_command(folder / described.file_name), None, (*notes, note)
+
+
+def _ollama_note(winner: Winner, folder: Path, before: str = "") -> str:
+    name = shlex.quote(winner.name)
+    create = shlex.join(["ollama", "create", winner.name, "-f", str(folder / MODELFILE_NAME)])
+    return f"With Ollama: {before}{create} && ollama run {name}"
 
 
 def _write_config(winner: Winner, folder: Path, settings: ExportSettings) -> _Written:

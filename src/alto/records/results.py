@@ -223,8 +223,7 @@ class ExportResult:
         files: Names of its files, sorted.
         command: The command that serves the result, or trains with the exported configuration; empty if ``notes`` say
             why there is none.
-        request: The command that asks vLLM for an answer of the served result; empty for other servers and for
-            classifiers.
+        request: The command that asks the server for an answer; empty for classifiers, and if there is no server.
         difference: For a merged model, the relative difference in norm between its logits and those of the adapter on
             its base model, for a few tokens in float32; None for other forms.
         notes: Notices, as sentences.
