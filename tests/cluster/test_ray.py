@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ from alto.cluster import ray as of_ray
 from alto.cluster.ray import RayCluster
 from alto.errors import ClusterLostError, ClusterVersionError, SpecError, UnsupportedError
 from alto.runs import read_events
+from alto.version import install_command
 
 pytestmark = [
     pytest.mark.slow("ray"),
@@ -388,5 +390,5 @@ def test_ray_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_ray_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "alto.cluster.ray")
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UnsupportedError, match=r"alto-lora\[ray\]"):
+    with pytest.raises(UnsupportedError, match=re.escape(install_command("ray"))):
         importlib.import_module("alto.cluster.ray")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from alto.data import Message, read_heldout_rows, read_task_rows
 from alto.data.source import PRESETS, find_preset
 from alto.errors import DataError, DataFileNotFoundError, DataFormatError, UnsupportedError
 from alto.spec import Task
+from alto.version import install_command
 
 Hub = Callable[..., None]
 
@@ -315,7 +317,7 @@ def test_offline_without_a_copy() -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UnsupportedError, match=r'pip install "alto-lora\[data\]"'):
+    with pytest.raises(UnsupportedError, match=re.escape(install_command("data"))):
         read_task_rows(make("gsm8k"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from alto.lora import AdapterBank
 from alto.runs import JobAction, Mailbox, RunDir, read_history, task_outcome
 from alto.runs.progress import rung_costs
 from alto.search import TimeSpent, Trial
+from alto.version import install_command
 from alto.views.tables import job_table
 from alto.views.wording import describe_savings
 
@@ -88,7 +90,7 @@ def test_a_missing_optuna_is_reported_before_anything_is_loaded(monkeypatch: pyt
     from alto.search import check_installed
 
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'alto-lora\[search\]'"):
+    with pytest.raises(UnsupportedError, match=re.escape(install_command("search"))):
         check_installed()
 
 

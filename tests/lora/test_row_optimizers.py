@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -29,6 +30,7 @@ from alto.lora import optimizer as optimizer_module
 from alto.lora import row_optimizers as eight_bit_module
 from alto.spec import JobConfig
 from alto.spec.lr_schedules import OptimizerName
+from alto.version import install_command
 
 
 class World:
@@ -411,7 +413,7 @@ def test_paged_memory_is_taken_over_by_the_next_job_of_that_shape(monkeypatch: p
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit"])
 def test_without_bitsandbytes_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, optim: str) -> None:
     monkeypatch.setattr(eight_bit_module, "find_spec", lambda name: None)
-    message = rf"optim: '{optim}' needs .* bitsandbytes, which is not installed. .* pip install \"alto-lora\[bnb\]\""
+    message = rf"optim: '{optim}' needs .* bitsandbytes, which is not installed. .* {re.escape(install_command('bnb'))}"
     with pytest.raises(UnsupportedError, match=message):
         check_optimizer(optim, torch.device("cuda"))
     check_optimizer("adamw_torch", torch.device("cpu"))
