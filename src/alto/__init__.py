@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,11 @@ __all__ = [
     "load_run",
     "load_task",
 ]
+
+# OpenMP's threads wait for each other by spinning, by default for so long that on a busy machine they take the cores
+# from the threads they wait for, and a step takes ten times as long. torch reads this when it is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _HOMES = {
     **dict.fromkeys(("ExitReason", "JobResult", "Placement", "Schedule"), "alto.records"),

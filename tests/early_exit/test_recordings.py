@@ -21,6 +21,7 @@ NUM_JOBS = {
     "gsm8k-small.json.gz": 16,
     "gsm8k-warmup.json.gz": 32,
     "instructions-epochs.json.gz": 24,
+    "real-dpo.json.gz": 8,
     "real-sweep12.json.gz": 12,
     "reasoning.json.gz": 32,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -40,6 +41,17 @@ def test_the_build_takes_the_version_from_the_source() -> None:
     source = (ROOT / settings["tool"]["hatch"]["version"]["path"]).read_text(encoding="utf-8")
     assert re.findall(r'^__version__ = "(.+)"$', source, re.M) == [alto.__version__]
     assert version_of("alto-lora") == alto.__version__
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_spin_briefly_unless_the_user_says_otherwise(own: dict[str, str], expected: str) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import alto, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    found = subprocess.run([sys.executable, "-c", code], env=kept | own, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == expected
 
 
 def test_versions_are_known_where_alto_is_not_installed() -> None:

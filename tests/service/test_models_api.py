@@ -131,12 +131,18 @@ def test_a_downloaded_adapter_names_its_base_as_requests_do(
     name, folder = add_model(service, "a"), "models/default/ftjob-a"
     put_adapter(service, "a", tmp_path)
     base = str(tmp_path / "base")
-    card = f"---\nbase_model: {json.dumps(base)}\n---\nfrom_pretrained({base!r})\n"
+    rows = service.settings.root / "runs" / "default" / "ftjob-a" / "data" / "training.jsonl"
+    header = f'base_model: {json.dumps(base)}\ntags:\n- "alto"\n- "base_model:adapter:{base}"\n'
+    card = f"---\n{header}---\ntuned on `{rows}`\n\n```python\nfrom_pretrained({base!r})\n```\n"
     service.artefacts.write(f"{folder}/README.md", io.BytesIO(card.encode()))
     with zipfile.ZipFile(io.BytesIO(client.get(f"/api/models/{name}/adapter").content)) as archive:
         assert archive.testzip() is None
         assert json.loads(archive.read("adapter_config.json"))["base_model_name_or_path"] == "base"
-        assert archive.read("README.md").decode() == "---\nbase_model: \"base\"\n---\nfrom_pretrained('base')\n"
+        assert archive.read("README.md").decode() == (
+            '---\ntags:\n- "alto"\n---\ntuned on `training.jsonl`\n\n'
+            "`base` is the name of the base model in the service. In the code below and in `adapter_config.json`, "
+            "replace it by the hub id or the folder of the same model.\n\n```python\nfrom_pretrained('base')\n```\n"
+        )
         assert len(archive.read("adapter_model.safetensors")) > 1000
     with service.artefacts.open(f"{folder}/adapter_config.json") as kept:
         assert json.load(kept)["base_model_name_or_path"] == base, "the service still finds it"

@@ -131,6 +131,20 @@ def test_keys_are_listed_with_their_state(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(states) == [["expired", "since"], ["expired", "since"], ["valid", "until"]]
 
 
+def test_keys_are_listed_with_the_limits_of_their_tenants(tmp_path: Path) -> None:
+    keys(tmp_path, "create", "a", "--max-gpus", "2", "--max-bytes", "200000")
+    keys(tmp_path, "create", "a", "--max-gpus", "1")  # changes the limit of both keys
+    keys(tmp_path, "create", "b")
+    limits, *lines = keys(tmp_path, "list").splitlines()
+    assert limits == "limits of a: max_gpus 1, max_bytes 200000"
+    assert len(lines) == 3
+    listed = json.loads(keys(tmp_path, "list", "--json"))["keys"]
+    nothing = dict.fromkeys(("max_tasks", "requests_per_s"))
+    assert [key["limits"] for key in listed if key["tenant"] == "a"] == [
+        {"max_gpus": 1, "max_bytes": 200000, **nothing}
+    ] * 2
+
+
 def test_merged_weights_need_nothing_beside_the_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "alto-lora[peft]" in extras["service"]

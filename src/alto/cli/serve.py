@@ -138,14 +138,18 @@ def list_(
     database: Database = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List keys, without their secrets."""
-    from alto.service.access import list_keys
+    """List the limits of tenants, and keys without their secrets."""
+    from alto.service.access import limits_of_tenants, list_keys
 
     with _opened(settings, data_dir, database) as store, store.reading() as session:
-        rows = list_keys(session, tenant)
+        rows, limits = list_keys(session, tenant), limits_of_tenants(session)
     if as_json:
-        print_json({"keys": [_facts_of(row) for row in rows]})
+        print_json({"keys": [_facts_of(row) | {"limits": limits[row.tenant]} for row in rows]})
         return
+    for name in dict.fromkeys(row.tenant for row in rows):
+        own = ", ".join(f"{key} {value}" for key, value in limits[name].items() if value is not None)
+        if own:
+            typer.echo(f"limits of {name}: {own}")
     for row in rows:
         typer.echo(f"{row.id}  {row.tenant}  {_described_state(row)}  {','.join(row.scopes)}  {row.name}".rstrip())
     if not rows:

@@ -106,6 +106,12 @@ def list_keys(session: Session, tenant: str | None = None) -> list[KeyRow]:
     return list(session.scalars(statement if tenant is None else statement.where(KeyRow.tenant == tenant)))
 
 
+def limits_of_tenants(session: Session) -> dict[str, dict[str, float | None]]:
+    """Return the own limits of all tenants by their names; None where the settings of the service hold."""
+    names = ("max_gpus", "max_tasks", "max_bytes", "requests_per_s")
+    return {row.name: {name: getattr(row, name) for name in names} for row in session.scalars(select(Tenant))}
+
+
 def revoke_key(session: Session, key: str) -> KeyRow:
     """Revoke a key.
 

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import queue
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +41,8 @@ _TEXTS = frozenset({_CONFIG, "README.md", "config.json"})
 def texts_without_paths(service: Service, model: ModelRow, folder: str, names: Iterable[str]) -> dict[str, bytes]:
     """Return new contents, by name, for the stored files that contain paths of this machine.
 
-    The stored files stay unchanged, because merged weights and vLLM need these paths.
+    The base model gets its name in this service; the card says that this name is to be replaced. The stored files stay
+    unchanged, because merged weights and vLLM need these paths.
 
     Args:
         names: Names of the files, relative to ``folder``.
@@ -57,8 +59,21 @@ def texts_without_paths(service: Service, model: ModelRow, folder: str, names: I
             # As written in plain text, and as escaped in JSON.
             for form in (path, json.dumps(path)[1:-1]):
                 text = text.replace(form, model.base_model)
-        texts[name] = text.encode()
+        texts[name] = (_public_card(service, model, text) if name == "README.md" else text).encode()
     return texts
+
+
+def _public_card(service: Service, model: ModelRow, text: str) -> str:
+    """Return a card without folders of the service and without its name for the base model in the header, which lists
+    models of the hub."""
+    text = re.sub(rf"{re.escape(str(service.settings.root))}[^\s`'\"]*/", "", text)
+    name = re.escape(model.base_model)
+    text = re.sub(rf'^(base_model: "{name}"|- "base_model:adapter:{name}")\n', "", text, flags=re.MULTILINE)
+    note = (
+        f"`{model.base_model}` is the name of the base model in the service. In the code below and in `{_CONFIG}`, "
+        "replace it by the hub id or the folder of the same model.\n\n"
+    )
+    return text.replace("```python\n", f"{note}```python\n", 1)
 
 
 def _is_path(text: str) -> bool:

@@ -220,6 +220,8 @@ class Coordinator:
                     self._service.work.clear()
                     self._turn_in_patience(plane, pool)
                     self._service.work.wait(TURN_S)
+                if plane.num_gpus()[0]:
+                    _LOG.info("waiting until running tasks are saved")
                 plane.drain()
                 self._note_ends(plane)
             finally:
@@ -445,7 +447,7 @@ class Coordinator:
             remaining_s = outlook(self._service.histories.read(self._service.run_of(row)), time.time()).remaining_s
             if row.status == "queued":
                 row.status, row.started_at = "running", row.started_at or now()
-                add_event(session, row, "Fine-tuning job started")
+                add_event(session, row, "Fine-tuning job started: loading the model, measuring memory and time")
                 _LOG.info("job %s of tenant %s is running", row.id, row.tenant)
             if row.status == "running":
                 row.estimated_finish = None if remaining_s is None else now() + int(remaining_s)

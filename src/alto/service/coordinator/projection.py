@@ -84,14 +84,14 @@ class Projection:
         note = functools.partial(add_event, session, row, created_at=at)
         match event:
             case journaled.TaskStarted(jobs=jobs):
-                note(f"Training {len(jobs)} configurations")
+                note(f"Training {len(jobs)} configuration{'' if len(jobs) == 1 else 's'}")
                 for text in event.notes:
                     note(text, level="warn")
             case journaled.TaskResumed():
                 note("Training continues from its checkpoints")
             case journaled.JobEvaluated():
                 self._on_evaluated(session, row, event, at)
-            case journaled.WarmupEnded(kept=kept, dropped=dropped, progress=progress):
+            case journaled.WarmupEnded(kept=kept, dropped=dropped, progress=progress) if dropped:
                 note(
                     f"Selected {len(kept)} of {len(kept) + len(dropped)} configurations at {progress:.1%} of their "
                     "steps",

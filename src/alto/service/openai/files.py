@@ -282,7 +282,8 @@ def check_quota(
         raise ApiError(
             429,
             f"expected at most {most} bytes of files and runs, found {files} bytes of files, {runs} bytes of runs and "
-            f"{num_bytes} bytes more; delete some files, or wait until tasks end and their checkpoints are removed",
+            f"{num_bytes} bytes more; delete files or models (the folder of a run keeps the adapter of its model), or "
+            "wait until tasks end and their checkpoints are removed",
             param=param,
             code="storage_quota_exceeded",
             headers={"Retry-After": "60", "x-should-retry": "false"},
