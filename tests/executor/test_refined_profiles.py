@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from profiles import MEASURED
 from rich.console import Console
 from tiny import make_task, save_model
@@ -54,11 +55,14 @@ def test_a_thread_that_waits_for_a_core_is_noticed(monkeypatch: pytest.MonkeyPat
         (tmp_path / thread).mkdir()
         (tmp_path / thread / "schedstat").write_text(f"{times}\n")
     monkeypatch.setattr(meter, "_TASKS", tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     before = CoreTime.now()
     assert before == CoreTime(ran_s=5.0, waited_s=1.5)
     assert before.waited_since() == 0.0, "nothing ran"
     (tmp_path / "1" / "schedstat").write_text("4000000000 4000000000 8\n")
     assert before.waited_since() == 1.5, "3 s of waiting for 2 s of work"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 10**6)
+    assert before.waited_since() == 0.0, "its own threads wait for each other"
     monkeypatch.setattr(meter, "_TASKS", tmp_path / "none")
     assert CoreTime.now() == CoreTime(ran_s=0.0, waited_s=0.0)
 

@@ -111,7 +111,12 @@ class CoreTime:
         return cls(ran_s=ran_ns / 1e9, waited_s=waited_ns / 1e9)
 
     def waited_since(self) -> float:
-        """Return the time that threads have waited since then, relative to the time that they ran; 0 if none ran."""
+        """Return the time that threads have waited since then, relative to the time that they ran; 0 if none ran.
+
+        Also 0 if torch has more threads than there are cores: then they wait for each other.
+        """
         now = self.now()
         ran_s = now.ran_s - self.ran_s
-        return max(0.0, now.waited_s - self.waited_s) / ran_s if ran_s > 0.0 else 0.0
+        if ran_s <= 0.0 or torch.get_num_threads() > len(os.sched_getaffinity(0)):
+            return 0.0
+        return max(0.0, now.waited_s - self.waited_s) / ran_s
