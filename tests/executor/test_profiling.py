@@ -23,6 +23,7 @@ from alto.executor.profiling.budget import MeasuringBudget, StepShape, step_shap
 from alto.executor.profiling.measure import Measured
 from alto.executor.profiling.sketch import RowLength, SpanLength, lengths_of, synthetic_rows
 from alto.objectives import job_losses
+from alto.records import Throughput
 from alto.spec import Task
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
@@ -286,6 +287,14 @@ def test_a_poisoned_profile_is_named_and_measured_again(
     assert plan(context).is_cached
 
 
+def test_a_step_of_several_passes_pays_their_fixed_time() -> None:
+    one_pass = Throughput(step_s=1.0, job_s=0.1, token_s=0.01, eval_token_s=0.0, points=())
+    assert one_pass.duration_s(2, 1000) == pytest.approx(1.0 + 0.2 + 10.0)
+    passes = replace(one_pass, pass_tokens=400)
+    assert passes.duration_s(2, 400) == one_pass.duration_s(2, 400)
+    assert passes.duration_s(2, 1000) == pytest.approx(3 * 1.0 + (2 + 2) * 0.1 + 10.0)
+
+
 def test_a_plan_says_what_the_task_will_take(context: TaskContext, monkeypatch: pytest.MonkeyPatch):
     measured_at_once(monkeypatch)
     found = plan(context)
@@ -294,6 +303,7 @@ def test_a_plan_says_what_the_task_will_take(context: TaskContext, monkeypatch: 
     assert found.memory.bytes_per_token == pytest.approx(0.1 * MIB)
     assert found.peak_bytes <= found.memory.margin * found.memory.capacity_bytes
     assert 0 < found.expected_duration_s < found.duration_s
+    assert found.throughput.pass_tokens == found.max_tokens_per_pass
     assert any(packing.num_slots == found.max_slots for packing in found.packings)
     assert found.cost(3600.0) == pytest.approx((found.duration_s, found.expected_duration_s))
 

@@ -141,8 +141,9 @@ class ThroughputPoint:
         num_jobs: Number of jobs that took the step together.
         num_tokens: Number of tokens of all these jobs.
         duration_s: Median duration of several such steps, in seconds.
-        spread: How much longer such a step took than on an idle machine, relative to that: the larger of the median
-            above the fastest tenth, and the time that threads waited for a CPU core. 0 if it is not known.
+        spread: How much longer such a step took than on an idle machine, as a share of that time. It is estimated from
+            the repeats (how far the median is above the fastest tenth) and from the time that threads waited for a CPU
+            core; the larger value counts. 0 if it is not known.
     """
 
     num_jobs: int
