@@ -15,7 +15,7 @@ __all__ = ["BLOCK", "sample_of"]
 _ROOT = Path(__file__).parents[1]
 _README = _ROOT / "README.md"
 _TASK = _ROOT / "examples" / "quickstart.yaml"
-_NUM_JOBS = 5
+_NUM_JOBS = 3
 
 BLOCK = re.compile(r"(?<=```\n)quickstart finished after.*?(?=```)", re.DOTALL)
 """The sample in README.md."""

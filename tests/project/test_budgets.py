@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from budgets import reason_to_skip, slowest_first
-from durations import over_budget, read_durations
+from durations import cpu_s, over_budget, read_durations
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,6 +82,17 @@ def test_a_file_may_take_three_times_its_budget() -> None:
     assert problem.startswith("slow.py: expected at most 300 s of CPU time, three times its budget, found 301.0 s; ")
     (problem,) = over_budget(found | {"fast.py": 121.0}, {"slow.py": 100.0, "fast.py": 1.0})
     assert problem.startswith("fast.py: expected at most 120 s")
+
+
+def test_children_count_although_a_thread_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    burn = "import sys, time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\nsys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        own, found = sum(os.times()[:4]), os.listdir
+        monkeypatch.setattr(os, "listdir", lambda path: ["999999999", *found(path)])
+        assert cpu_s() - own > 0.4
+        child.communicate()
 
 
 CONFTEST = """
