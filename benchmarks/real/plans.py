@@ -29,6 +29,7 @@ class Scale:
         repeats: Repetitions of ``alto``, by piece; 1 for pieces that are not named.
         trl_jobs: Number of jobs of every batch size that TRL trains, unless a number is given.
         trl_shares: Share of the steps of these jobs that TRL trains, by piece; all steps for pieces that are not named.
+        all_ranks: Ranks of the jobs that ``all`` trains, by piece; every rank for pieces that are not named.
         is_timed: Whether times mean something: then every run of ALTO has a process of its own; otherwise only the runs
             of ``alto`` in the first sweep have one.
     """
@@ -39,6 +40,7 @@ class Scale:
     repeats: Mapping[str, int]
     trl_jobs: int
     trl_shares: Mapping[str, float]
+    all_ranks: Mapping[str, tuple[int, ...]]
     is_timed: bool
 
 
@@ -87,6 +89,7 @@ SCALES: Mapping[str, Scale] = {
         repeats={"dpo": 2},
         trl_jobs=1,
         trl_shares={"sweep24": 0.5},
+        all_ranks={"sweep24": (16,)},
         is_timed=False,
     ),
     "cpu": Scale(
@@ -121,6 +124,7 @@ SCALES: Mapping[str, Scale] = {
         repeats={"sweep12": 3, QUICKSTART: 3},
         trl_jobs=1,
         trl_shares={"sweep24": 0.25, "dpo": 0.25},
+        all_ranks={"sweep24": (16,)},
         is_timed=True,
     ),
     "gpu": Scale(
@@ -130,6 +134,7 @@ SCALES: Mapping[str, Scale] = {
         repeats={"sweep24": 3, QUICKSTART: 3},
         trl_jobs=1,
         trl_shares={"sweep24": 0.25},
+        all_ranks={},
         is_timed=True,
     ),
 }

@@ -4,7 +4,8 @@ Each piece is one sweep by one system. ``alto`` is ALTO with its defaults in a f
 imports, set-up, measuring with an empty cache, evaluation, saving. ``paper`` is the same with the paper's Algorithm 1.
 ``trl`` is TRL and PEFT, one job at a time, evaluated after every epoch. ``ray_asha`` is Ray Tune with ASHA and
 ``optuna_hyperband`` is Optuna with Hyperband, both around a lean loop on PEFT. ``all`` is ALTO with every job trained
-to its end, which is recorded. Measurements of the same source are kept, so a killed command continues where it stopped.
+to its end, or every job of some ranks, which is recorded. Measurements of the same source are kept, so a killed command
+continues where it stopped.
 
     python -m tools.make_real_model
     python -m benchmarks.paper real --scale cpu
@@ -187,6 +188,8 @@ class Measurement:
     def _setting(self, folder: Path) -> Setting:
         size, data = self._scale.sweeps[self.name], self._data
         assert data is not None
+        if self.system == "all":
+            size = replace(size, ranks=self._scale.all_ranks.get(self.name, size.ranks))
         if isinstance(size, Size):
             return Answers(size, self._base, data, folder)
         return Pairs(size, self._base, data, folder)
@@ -376,6 +379,9 @@ def notes(options: argparse.Namespace) -> list[str]:
             f"choose by, {test} that nothing is chosen by. TRL trains {part} of them, as many of every batch size; "
             "they stand for all."
         )
+        if name in scale.all_ranks:
+            ranks = ", ".join(map(str, scale.all_ranks[name]))
+            found.append(f"Of {name}, the jobs of rank {ranks} are trained to their ends.")
     return [
         f"{Path(options.model).name}, {dtype}. alto and paper are timed from the start of a fresh process with an "
         "empty cache to its end, imports included; all others have their libraries imported.",

@@ -157,6 +157,7 @@ def test_jobs_are_what_the_client_types_say(service: Served, client: openai.Open
     job = strict(FineTuningJob, raw.retrieve(done.id))
     assert (job.status, job.error) == ("succeeded", None)
     assert job.finished_at >= job.created_at
+    assert {"learning_rate", "r"} <= job.hyperparameters.to_dict().keys(), "the best configuration's, beside OpenAI's"
     assert strict_page(FineTuningJob, raw.list(limit=100))
     events = strict_page(FineTuningJobEvent, raw.list_events(done.id, limit=100))
     assert {event.type for event in events} == {"message", "metrics"}

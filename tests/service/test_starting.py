@@ -121,14 +121,24 @@ def keys(root: Path, *arguments: str) -> str:
 
 
 def test_keys_are_listed_with_their_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert keys(tmp_path, "list") == "There are no keys; make one with: alto keys create TENANT\n"
-    assert keys(tmp_path, "list", "--tenant", "a").endswith("keys of a; make one with: alto keys create a\n")
+    keys(tmp_path, "create", "b")
+    assert keys(tmp_path, "list", "--tenant", "a") == "There are no keys of a; make one with: alto keys create a\n"
     for lasting in ("30s", "45m", "2h"):
         keys(tmp_path, "create", "a", "--expires", lasting)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3000)
-    states = [line.split("  ")[2].split()[:2] for line in keys(tmp_path, "list").splitlines()]
+    states = [line.split("  ")[2].split()[:2] for line in keys(tmp_path, "list", "--tenant", "a").splitlines()]
     assert sorted(states) == [["expired", "since"], ["expired", "since"], ["valid", "until"]]
+
+
+@pytest.mark.parametrize("command", [("list",), ("revoke", "key-1")])
+def test_keys_of_a_folder_without_a_service_are_an_error_that_creates_nothing(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    answer = CliRunner().invoke(app, ["keys", *command, "--data-dir", str(tmp_path / "wrong")])
+    assert isinstance(answer.exception, ServiceError)
+    assert "found no file" in str(answer.exception)
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_keys_are_listed_with_the_limits_of_their_tenants(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def create(
         "shares_executors": share_executors,
     }
     expires_at = None if expires is None else int(time.time()) + _duration_s(expires)
-    with _opened(settings, data_dir, database) as store, store.writing() as session:
+    with _opened(settings, data_dir, database, creates=True) as store, store.writing() as session:
         create_tenant(session, tenant, {key: value for key, value in limits.items() if value is not None})
         wanted = [scope.strip() for scope in scopes.split(",") if scope.strip()]
         row, secret = create_key(session, tenant, name=name or "", scopes=wanted, expires_at=expires_at)
@@ -184,7 +184,9 @@ def _service_installed() -> Iterator[None]:
 
 
 @contextmanager
-def _opened(settings: str | None, data_dir: str | None, database: str | None) -> Iterator[Store]:
+def _opened(
+    settings: str | None, data_dir: str | None, database: str | None, *, creates: bool = False
+) -> Iterator[Store]:
     """Yield the database of a service, after migrating it."""
     with _service_installed():
         from alto.service.database import opened_store
@@ -193,7 +195,7 @@ def _opened(settings: str | None, data_dir: str | None, database: str | None) ->
     found: ServiceSettings = load_settings(
         settings, {key: value for key, value in options.items() if value is not None}
     )
-    with opened_store(found) as store:
+    with opened_store(found, creates=creates) as store:
         yield store
 
 

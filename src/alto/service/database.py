@@ -17,13 +17,22 @@ _LOG = logging.getLogger("alto.service")
 
 
 @contextlib.contextmanager
-def opened_store(settings: ServiceSettings) -> Iterator[Store]:
+def opened_store(settings: ServiceSettings, *, creates: bool = True) -> Iterator[Store]:
     """Yield the migrated database and close it afterwards. The data folder becomes private to this user, even if it
     existed before; if it belongs to another user, only log a warning.
 
+    Args:
+        creates: Create a database file that does not exist.
+
     Raises:
-        ServiceError: The folder or the database cannot be used.
+        ServiceError: The folder or the database cannot be used, or does not exist.
     """
+    store = Store(settings.database_url)
+    if not creates and store.is_sqlite and not Path(store.url.database or "").exists():
+        raise ServiceError(
+            f"data_dir: expected the database of a service, found no file {store.url.database}; name the service's folder "
+            "with --data-dir, or make a first key with alto keys create"
+        )
     try:
         settings.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         _restrict_access(settings.root)
@@ -32,7 +41,6 @@ def opened_store(settings: ServiceSettings) -> Iterator[Store]:
             f"data_dir: expected a folder that can be written, found {settings.root} ({error.strerror}); "
             "choose a different folder"
         ) from error
-    store = Store(settings.database_url)
     try:
         store.migrate()
         yield store

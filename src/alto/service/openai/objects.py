@@ -11,6 +11,7 @@ from alto.service.store.tables import AliasRow, Checkpoint, FileRow, JobEvent, J
 
 _WHOLE = frozenset({"batch_size", "n_epochs"})
 _TYPED = ("n_epochs", "batch_size", "learning_rate_multiplier")
+_ADDED = ("learning_rate", "r")
 
 
 def list_object(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
@@ -138,8 +139,10 @@ def base_model_object(name: str) -> dict[str, Any]:
 
 def _hyperparameters(given: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the three hyperparameters of OpenAI's objects: the best configuration's value once it is known; else a
-    number that was given; else ``auto``, which the client's type also has for a list."""
-    return {key: _number(given.get(key, "auto"), chosen.get(key), is_whole=key in _WHOLE) for key in _TYPED}
+    number that was given; else ``auto``, which the client's type also has for a list. The best configuration's learning
+    rate and rank are added."""
+    typed = {key: _number(given.get(key, "auto"), chosen.get(key), is_whole=key in _WHOLE) for key in _TYPED}
+    return typed | {key: chosen[key] for key in _ADDED if chosen.get(key) is not None}
 
 
 def _number(given: object, chosen: object, *, is_whole: bool = False) -> Any:
