@@ -30,8 +30,8 @@ def opened_store(settings: ServiceSettings, *, creates: bool = True) -> Iterator
     store = Store(settings.database_url)
     if not creates and store.is_sqlite and not Path(store.url.database or "").exists():
         raise ServiceError(
-            f"data_dir: expected the database of a service, found no file {store.url.database}; name the service's folder "
-            "with --data-dir, or make a first key with alto keys create"
+            f"data_dir: expected the database of a service, found no file {store.url.database}; name the service's "
+            "folder with --data-dir, or make a first key with alto keys create"
         )
     try:
         settings.root.mkdir(parents=True, exist_ok=True, mode=0o700)
