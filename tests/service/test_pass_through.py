@@ -146,7 +146,7 @@ def test_an_adapter_that_the_server_has_lost_is_not_ready(service: Served, vllm:
 
 
 def test_without_a_server_the_error_says_how_to_serve_by_hand(tmp_path: Path) -> None:
-    with served(tmp_path, models={"base": BASE}) as service:
+    with served(tmp_path, models={"base": BASE, "local": str(tmp_path)}) as service:
         name = add_model(service.service, "a")
         with pytest.raises(openai.BadRequestError) as caught:
             service.client().chat.completions.create(model=name, messages=_MESSAGES)
@@ -156,6 +156,8 @@ def test_without_a_server_the_error_says_how_to_serve_by_hand(tmp_path: Path) ->
         assert command in caught.value.message
         with pytest.raises(openai.BadRequestError, match="vllm serve tiny-base"):
             service.client().completions.create(model="base", prompt="Who?")
+        with pytest.raises(openai.BadRequestError, match="vllm serve local"):  # clients see no folders of the service
+            service.client().completions.create(model="local", prompt="Who?")
         with pytest.raises(openai.NotFoundError):
             service.client().completions.create(model="ft:base:default::none", prompt="Who?")
 

@@ -7,6 +7,7 @@ import json
 import logging
 import shlex
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -39,7 +40,7 @@ def target_of(service: Service, session: Session, tenant: str, name: str) -> str
     settings = service.settings
     if name in settings.models:
         if settings.vllm is None:
-            raise _no_server(f"serve the model by hand: {shlex.join(['vllm', 'serve', settings.models[name]])}")
+            raise _no_server(f"serve the model by hand: {shlex.join(['vllm', 'serve', _public_base(service, name)])}")
         if not settings.is_served(name):
             raise ApiError(
                 400,
@@ -67,8 +68,14 @@ def serve_command(service: Service, session: Session, model: ModelRow) -> str:
     rank = (result or {}).get("hyperparameters", {}).get("r")
     allowed = [found for found in VLLM_RANKS if isinstance(rank, int) and found >= rank]
     limit = ["--max-lora-rank", str(allowed[0])] if allowed else []
-    base = service.settings.models.get(model.base_model, model.base_model)
+    base = _public_base(service, model.base_model)
     return shlex.join(["vllm", "serve", base, "--enable-lora", *limit, "--lora-modules", f"{model.id}=adapter"])
+
+
+def _public_base(service: Service, name: str) -> str:
+    """Return the base model that requests call ``name``; this name itself if the model is a folder of the service."""
+    base = service.settings.models.get(name, name)
+    return name if Path(base).is_dir() else base
 
 
 def _no_server(remedy: str) -> ApiError:
