@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
 class Judge:
     """Gives each finalist the number of correct answers for its rank."""
 
+    takes_s = 0.0
+
     def __init__(self, num_correct: Sequence[int], scorer: str = "eval_accuracy") -> None:
         self.num_correct = num_correct
         self.scorer = scorer
@@ -38,6 +41,7 @@ class Judge:
     def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
         assert all((folder / "adapter_model.safetensors").is_file() for folder in finalists.values())
         on_turn()
+        time.sleep(self.takes_s)
         self.calls.append(dict(finalists))
         rows = {
             job: tuple([1.0] * right + [0.0] * (5 - right))
@@ -49,6 +53,14 @@ class Judge:
 def tune_judged(task: alto.Task, judge: Judge, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> alto.TaskResult:
     monkeypatch.setattr(runner, "FinalistJudge", lambda *_: judge)
     return tune(task, **settings)
+
+
+def test_the_time_of_the_answers_counts_as_evaluation(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Judge([1, 0, 4])
+    judge.takes_s = 0.5
+    events = read_journal(Path(tune_judged(task, judge, monkeypatch).run_dir))
+    saved, completed = [event["time_s"] for event in events if event["event"] in ("checkpoint", "task_completed")][-2:]
+    assert completed["evaluation"] >= saved["evaluation"] + 0.5
 
 
 def test_the_best_answers_win_and_everything_says_so(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,15 @@ def test_rungs_are_described_by_the_jobs_that_they_keep(num_jobs: int, expected:
     assert describe_rungs(history) == expected
 
 
+def test_a_rung_that_also_ends_jobs_far_behind_keeps_at_most_its_number() -> None:
+    rungs = ((0.1, 0.5, False), (0.25, 0.5, True))
+    history: Any = SimpleNamespace(
+        rung_settings=tuple(Rung(progress=at, keep=keep, ends_clear_losers=clear) for at, keep, clear in rungs),
+        jobs=dict.fromkeys("abcdefgh"),
+    )
+    assert describe_rungs(history) == "at 10 % keep 4 of 8 jobs, at 25 % at most 2"
+
+
 def test_only_varying_keys_best_known_first():
     configs = [
         {"zeta": 1, "r": 8, "learning_rate": 1e-4, "seed": 3},

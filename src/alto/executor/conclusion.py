@@ -88,7 +88,8 @@ def conclude(
     winner = chosen.winner
     if hooks.generate is not None:
         jobs = [winner.job] if chosen.runner_up is None else [winner.job, chosen.runner_up]
-        samples = hooks.generate({job: run_dir.job(job, "best") for job in jobs}, check_stop)
+        with state.stopwatch.timing("evaluation"):
+            samples = hooks.generate({job: run_dir.job(job, "best") for job in jobs}, check_stop)
         recorder.append(SamplesGenerated(samples=samples.rows, failure=samples.failure))
     if hooks.check is not None and state.context.ranks.is_first:
         recorder.append(AdapterChecked(job=winner.job, **asdict(hooks.check(run_dir.job(winner.job, "best")))))
@@ -125,7 +126,8 @@ def _judged(
     """Return the finalist with the best answers, the finalists within noise of it, and the runner-up; None if the
     scorer failed."""
     finalists = state.selection.leaders(state.context.task.num_finalists)
-    judgement = judge({point.job: run_dir.job(point.job, "best") for point in finalists}, check_stop)
+    with state.stopwatch.timing("evaluation"):
+        judgement = judge({point.job: run_dir.job(point.job, "best") for point in finalists}, check_stop)
     scores = scores_of(judgement)
     recorder.append(FinalistsJudged(scores=tuple(scores), scorer=judgement.scorer, failure=judgement.failure))
     if judgement.failure:

@@ -109,8 +109,8 @@ def short_path(name: object) -> str:
 
 
 def describe_rungs(history: RunHistory) -> str:
-    """Describe how many of the jobs so far rungs keep: ``at 5 % keep 5 of 8 jobs, at 10 % 3, from 40 % only the best``.
-    Rungs that keep all are left out; empty if no rung ends a job."""
+    """Describe how many of the jobs so far rungs keep: ``at 5 % keep 5 of 8 jobs, at 25 % at most 3, from 40 % only the
+    best``. Rungs that keep all are left out; empty if no rung ends a job."""
     rungs, num_jobs = history.rung_settings, len(history.jobs)
     texts, left = [], num_jobs
     for index, rung in enumerate(rungs):
@@ -118,7 +118,8 @@ def describe_rungs(history: RunHistory) -> str:
         if rung.max_kept is not None:
             texts.append(f"from {at} only the best")
         elif kept < left:
-            texts.append(f"at {at} {kept}" if texts else f"at {at} keep {kept} of {format_count_of(num_jobs, 'job')}")
+            most = f"at most {kept}" if rung.ends_clear_losers else f"{kept}"
+            texts.append(f"at {at} {most}" if texts else f"at {at} keep {most} of {format_count_of(num_jobs, 'job')}")
         left = kept
     return ", ".join(texts)
 
