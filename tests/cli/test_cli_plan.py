@@ -126,7 +126,7 @@ def test_a_plan_says_why_there_is_one_slot(task_file: Path):
     one = ["plan", str(task_file), "--set", "per_device_train_batch_size=200"]
     shown = " ".join(CliRunner().invoke(app, one).output.split())
     assert "one slot: the smallest job alone has" in shown
-    assert "1,000 already reach the device's best speed" in shown
+    assert "faster per token than that of 1,000" in shown
     [facts] = json.loads(CliRunner().invoke(app, [*one, "--json"]).output)["tasks"]
     assert facts["max_slots"] == 1
     assert facts["why_one_slot"].startswith("the smallest job alone has")

@@ -70,6 +70,16 @@ def test_the_law_of_durations_is_found_again(step_s: float, job_s: float, token_
     assert (fit.step_s, fit.job_s, fit.token_s) == pytest.approx((step_s, job_s, token_s), rel=1e-3, abs=1e-6)
 
 
+def test_two_steps_whose_jobs_and_tokens_double_cost_their_tokens() -> None:
+    """Both steps of a busy machine, on which no third one was measured."""
+    points = [
+        ThroughputPoint(num_jobs=1, num_tokens=159, duration_s=1.69),
+        ThroughputPoint(num_jobs=2, num_tokens=323, duration_s=1.95),
+    ]
+    fit = fit_throughput(points)
+    assert (fit.step_s, fit.job_s, fit.token_s) == pytest.approx((1.438, 0.0, 0.001585), rel=1e-3)
+
+
 @given(st.lists(st.floats(0.01, 10.0), min_size=len(GRID), max_size=len(GRID)))
 def test_no_coefficient_of_time_is_negative(durations: list[float]) -> None:
     points = [
@@ -93,7 +103,7 @@ def test_if_speed_still_rises_at_the_largest_step_a_pass_is_as_large_as_the_mode
     alike = [ThroughputPoint(num_jobs=1, num_tokens=tokens, duration_s=tokens * 1e-3) for tokens in (100, 400)]
     assert saturated_pass(alike) == 100, "the smallest step is fast enough"
     constant = [ThroughputPoint(num_jobs=jobs, num_tokens=12 * jobs, duration_s=2.0 * jobs) for jobs in (1, 2)]
-    assert saturated_pass(constant) == 4 * 24, "a pass takes the same time with any number of tokens"
+    assert saturated_pass(constant) == 4 * 24, "nothing is known of larger passes"
 
 
 def test_saturation_is_the_smallest_step_that_is_nearly_as_fast_as_any() -> None:

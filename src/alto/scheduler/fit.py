@@ -83,14 +83,16 @@ def max_tokens(model: MemoryFit | MemoryProfile, *, capacity_bytes: int, margin:
 def fit_throughput(points: Sequence[ThroughputPoint]) -> ThroughputFit:
     """Fit the model of step durations by least squares of the relative errors; no coefficient is below 0.
 
+    Two steps may be explained in several ways. Then the time is that of the tokens first, and that of the jobs last.
+
     Raises:
         ProfileError: There is no point.
     """
     _check_measured(points)
-    columns = np.array([[1.0, point.num_jobs, point.num_tokens] for point in points])
+    columns = np.array([[point.num_tokens, 1.0, point.num_jobs] for point in points])
     durations = np.array([point.duration_s for point in points])
     coefficients = _least_relative_squares(columns, durations)
-    step_s, job_s, token_s = map(float, coefficients)
+    token_s, step_s, job_s = map(float, coefficients)
     error_median, error_worst = _errors(columns @ coefficients, durations)
     return ThroughputFit(
         step_s=step_s, job_s=job_s, token_s=token_s, error_median=error_median, error_worst=error_worst
@@ -112,13 +114,17 @@ def saturation(points: Sequence[ThroughputPoint]) -> int:
 _EXTRAPOLATED = 4
 """Largest number of tokens that the fitted model is trusted for, relative to the largest measured step."""
 
+_ALIKE = 1.5
+"""Ratio up to which the tokens per job of two steps are about the same."""
+
 
 def saturated_pass(points: Sequence[ThroughputPoint]) -> int:
     """Return the tokens above which a larger micro-batch is not faster.
 
     Only steps of the fewest jobs are compared, because more jobs make a step of the same tokens slower. If speed still
     rises at the largest of them, return the tokens at which the fitted model reaches `SATURATED` of its highest speed,
-    but no more than four times the tokens of any measured step.
+    but no more than four times the tokens of any measured step. Return this maximum if all steps have about the same
+    tokens per job, because then nothing is known about larger micro-batches.
 
     Raises:
         ProfileError: There is no point.
@@ -130,7 +136,8 @@ def saturated_pass(points: Sequence[ThroughputPoint]) -> int:
     if measured < max(point.num_tokens for point in alike):
         return max(measured, saturation(points))
     of_model = most = _EXTRAPOLATED * max(point.num_tokens for point in points)
-    if fit.token_s:
+    per_job = [point.num_tokens / point.num_jobs for point in points]
+    if fit.token_s and max(per_job) > _ALIKE * min(per_job):
         of_model = math.ceil(SATURATED / (1.0 - SATURATED) * (fit.step_s + fit.job_s * fewest) / fit.token_s)
     return max(measured, saturation(points), min(of_model, most))
 
@@ -145,7 +152,8 @@ def _least_relative_squares(columns: NDArray[np.float64], measured: NDArray[np.f
     1``.
 
     The best non-negative solution is the unconstrained solution on a subset of the columns. There are at most three
-    columns, so all subsets are tried.
+    columns, so all subsets are tried. Of equally good ones, the first is returned: it has the fewest and the first
+    columns.
 
     Raises:
         ProfileError: A measured value is not above 0.
