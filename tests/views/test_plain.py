@@ -28,7 +28,7 @@ def test_one_line_per_noteworthy_event(small_run):
         "best so far 2.2000: c (lr 2e-4 · r 4) at step 10 of 100",
         "10 % done: 300 of 4,000 samples trained, 22.5 % saved, about 1 min 16 s left",
         "best so far 2.1000: d (lr 2e-4 · r 8) at step 10 of 100",
-        "rung at 10 %: 2 kept, 1 ended as underperforming; best 2.1000: d (lr 2e-4 · r 8)",
+        "rung at 10 %: 2 kept, 1 ended as underperforming",
         "30 % done: 800 of 4,000 samples trained, 45 % saved, about 32 s left",
         "c (lr 2e-4 · r 4) ended at 50 %, overfitting: validation 2.5000 was 25 % above train 2.0000 twice in a row "
         "(allowed: 10 %)",
@@ -36,6 +36,13 @@ def test_one_line_per_noteworthy_event(small_run):
         "d (lr 2e-4 · r 8) completed, best validation loss 1.9000",
         "done in 24 s: best 1.9000: d (lr 2e-4 · r 8); 1,700 of 4,000 samples trained, 57.5 % saved",
     ]
+
+
+def test_the_last_measurement_of_the_winner_names_its_rows(small_run):
+    measured = {"event": "best_measured", "job": "d", "step": 100, "validation_loss": 1.85, "loss_rows": [1.8, 1.9]}
+    shown = [line[14:] for line in lines_of([*small_run[:-1], measured, small_run[-1]])]
+    assert "d (lr 2e-4 · r 8) has loss 1.8500 on 2 validation rows" in shown
+    assert shown[-1].startswith("done in 24 s: best 1.8500: d")
 
 
 def test_the_metric_that_the_task_chooses_by_is_printed(preference_run):

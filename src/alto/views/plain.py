@@ -164,6 +164,10 @@ class PlainView:
                 self._on_completed()
             case events.WarmupEnded():
                 self._on_rung()
+            case events.BestMeasured() if event.loss_rows:
+                rows = format_count_of(len(event.loss_rows), "validation row")
+                loss = format_loss(event.validation_loss)
+                self._say(f"{self._name(self.history.jobs[event.job])} has loss {loss} on {rows}")
             case events.KernelsCompiled():
                 self._say(describe_compiling(event))
             case events.ProfileMeasured():
@@ -287,17 +291,14 @@ class PlainView:
             )
 
     def _on_rung(self) -> None:
-        rung, best = self.history.rungs[-1], self.history.best
+        rung = self.history.rungs[-1]
         if not rung.dropped:
             return
         self._report_admitted()
-        leader = f"; best {self._best_value(best)}: {self._name(best)}" if best is not None else ""
         self._say(
             f"rung at {format_percent(rung.progress)}: {len(rung.kept)} kept, {len(rung.dropped)} ended as "
-            f"underperforming{leader}"
+            "underperforming"
         )
-        if best is not None:
-            self._best_reported = self._score(best)
 
     def _report_progress(self) -> None:
         history = self.history
