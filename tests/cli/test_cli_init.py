@@ -384,6 +384,35 @@ def test_a_task_that_learns_from_rewards_has_a_scorer_that_suits_the_replies(fol
     assert "reply" in comment
 
 
+@pytest.mark.parametrize(
+    ("override", "alphas"),
+    [
+        ("name=a", {32}),
+        ("r=4", {32}),
+        ("lora_alpha=8", {8}),
+        ("learning_rate=1e-3", {16, 64}),
+        ("search_space={lr: [1e-4, 1e-3], r: [8, 32]}", {16, 64}),
+    ],
+)
+def test_alpha_is_fixed_only_with_learning_rates_that_are_for_it(
+    folder: Path, override: str, alphas: set[float]
+) -> None:
+    write(folder / "rows.jsonl", FORMS["text"][2])
+    done = invoke("init", "rows.jsonl", "--model", "alto-tiny", "--set", override)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert {job.config.lora_alpha for job in load_task("task.yaml").jobs} == alphas
+    text = (folder / "task.yaml").read_text(encoding="utf-8")
+    assert ("lora_alpha: 32 for every rank" in done.stdout) == ("32 suits every rank below" in text) == (alphas == {32})
+    assert ("; the middle one is usual" in text) == (not override.startswith(("learning_rate", "search_space")))
+    assert "# size of a step" in text
+
+
+def test_columns_that_nothing_reads_are_named(folder: Path) -> None:
+    write(folder / "rows.csv", lambda n: {"text": f"Row {n}.", "lable": n % 2})
+    done = invoke("init", "rows.csv", "--model", "alto-tiny")
+    assert "Columns that nothing reads: lable (in 60 rows)" in done.stdout
+
+
 def test_rewards_of_ones_own_are_kept(folder: Path) -> None:
     write(folder / "rows.jsonl", FORMS["prompt_completion"][2])
     task = made("rows.jsonl", "--model", "alto-tiny", "--set", "method=grpo", "--set", "reward_funcs=[contains]")

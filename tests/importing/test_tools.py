@@ -37,7 +37,11 @@ def test_a_configuration_has_marks_of_one_tool_alone(
             (),
             "found none of their keys. Name the tool with --from llamafactory or axolotl or trl",
         ),
-        ("stage: sft\nbase_model: x\n", (), "found as many keys of llamafactory as of axolotl"),
+        (
+            "stage: sft\nbase_model: x\n",
+            (),
+            "found as many keys of llamafactory as of axolotl. Name the tool with --from llamafactory or axolotl.",
+        ),
         ("stage: sft\n", ("--from", "unsloth"), "--from: expected one of llamafactory, axolotl, trl, found 'unsloth'"),
         ("", (), "should describe a configuration, found an empty file"),
         ("a: [\n", (), "should be valid YAML"),
@@ -91,6 +95,21 @@ def test_a_dataset_that_cannot_be_read_is_replaced_as_the_error_says(tool: str, 
     task = imported_task([found], overrides).task
     assert (task.dataset, task.columns) == ("a/b", {"prompt": "q", "completion": "a"})
     assert any(note.key in ("datasets", "dataset") and "'--set dataset'" in note.text for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tool"),
+    [
+        (["learning_rate", "num_train_epochs"], "TRL"),
+        (["learning_rate", "per_device_train_batch_size", "eval_strategy", "warmup_ratio", "lr_scheduler_type"], "TRL"),
+        (["learning_rate", "r", "lora_alpha"], "TRL"),
+        (["target_modules"], "TRL"),
+        (["dataset", "num_train_epochs", "lora_alpha"], "LLaMA-Factory"),
+        (["micro_batch_size", "lr_scheduler_type"], "Axolotl"),
+    ],
+)
+def test_keys_of_a_trainer_alone_are_of_trl(keys: list[str], tool: str) -> None:
+    assert recognise(keys, "c.json").title == tool
 
 
 def test_a_sweep_of_wandb_is_recognised() -> None:

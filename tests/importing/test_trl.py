@@ -271,6 +271,44 @@ def test_use_peft_alone_has_the_adapter_of_trl(folder: Path) -> None:
     assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 32, 0.05)
 
 
+HAND_WRITTEN = {"num_train_epochs": 2, "learning_rate": 1e-4, "lr_scheduler_type": "cosine"}
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+@pytest.mark.parametrize(
+    ("keys", "adapter"),
+    [
+        ({"r": 16, "target_modules": "all-linear"}, (16, 8, 0.0)),
+        ({"target_modules": ["q_proj"]}, (8, 8, 0.0)),
+        ({"r": 4, "lora_alpha": 32, "lora_dropout": 0.1}, (4, 32, 0.1)),
+    ],
+)
+def test_keys_of_peft_have_its_defaults(
+    folder: Path, ending: str, keys: dict[str, Any], adapter: tuple[int, float, float]
+) -> None:
+    peft = pytest.importorskip("peft")
+    of_peft = peft.LoraConfig(**keys)
+    assert (of_peft.r, of_peft.lora_alpha, of_peft.lora_dropout) == adapter
+    (folder / f"args.{ending}").write_text(json.dumps(HAND_WRITTEN | keys), encoding="utf-8")
+    found = import_file(folder / f"args.{ending}")
+    config = imported_task([found], ["model=m", "dataset=a/b"]).task.jobs[0].config
+    assert (found.tool.title, (config.r, config.lora_alpha, config.lora_dropout)) == ("TRL", adapter)
+    chosen = [note for note in found.notes if "target_modules" in note.key]
+    assert bool(chosen) == ("target_modules" not in keys)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["target_modules=all-linear", "lora_target=q_proj", "search_space={target_modules: [q_proj, k_proj]}"],
+)
+def test_overrides_are_not_reported_as_defaults(folder: Path, override: str) -> None:
+    (folder / "args.json").write_text(json.dumps(HAND_WRITTEN), encoding="utf-8")
+    found = import_file(folder / "args.json", None, [override, "train_on=all"])
+    assert not {"lora_target_modules", "target_modules", "assistant_only_loss"} & {note.key for note in found.notes}
+    assert "target_modules" not in found.values
+    imported_task([found], ["model=m", "dataset=a/b", "train_on=all", override])
+
+
 def test_orpo_has_the_learning_rate_of_trl(folder: Path) -> None:
     made = task(folder, "method=orpo", assistant_only_loss=None, beta=0.2)
     assert (made.task.method, made.task.jobs[0].config.learning_rate) == ("orpo", 1e-6)

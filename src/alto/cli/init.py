@@ -74,9 +74,9 @@ _COMMENTS: Mapping[str, str] = {
     "validation_dataset": "never trained on; all configurations are compared on these rows",
     "test_dataset": "never used to train or to choose; alto eval measures the winner on these rows",
     "num_train_epochs": "how often a configuration sees every row",
-    "lora_alpha": "strength of an adapter; 32 suits every rank below",
+    "lora_alpha": "strength of an adapter",
     "beta": "how strongly an adapter is kept near the base model",
-    "learning_rate": "size of a step; the middle one is usual for this model and method",
+    "learning_rate": "size of a step",
     "r": "rank: the size of an adapter",
     "per_device_train_batch_size": "rows per training step",
     "num_generations": "answers to each prompt, which are compared",
@@ -95,6 +95,9 @@ _COLUMN = 38
 """Column of the comments, if the line is not longer."""
 
 _TYPICAL_HIDDEN_SIZE = 2000
+_LORA_ALPHA = 32
+"""The value with which usual learning rates suit every rank."""
+
 _FEW_ROWS, _MANY_ROWS = 2_000, 20_000
 _LENGTHS = (1024, 2048, 4096)
 
@@ -165,10 +168,18 @@ def init(
         more = ", or raise validation_split" if "validation_split" in values else ""
         typer.echo(f"Labels with few validation rows: {_listed(few)}. Chance decides their scores; add rows{more}.")
     seen = look_at(_without_limit(values))
-    values |= {key: value for key, value in _defaults(values, survey, seen).items() if key not in values}
-    text = _text(_beside(to.parent, values), _facts(survey, values, seen))
+    for note in () if seen is None else seen[0].notes:
+        if note.startswith("Columns that nothing reads"):
+            typer.echo(note)
+    chosen = {key: value for key, value in _defaults(values, survey, seen).items() if key not in values}
+    values |= chosen
+    text = _text(_beside(to.parent, values), {**_facts(survey, values, seen), **_facts_of_rates(chosen)})
     task = Task(**{**read_yaml(text), **{key: values[key] for key in _PATHS if key in values}})
     _write(to, text)
+    if "lora_alpha" in chosen:
+        typer.echo(
+            f"lora_alpha: {_LORA_ALPHA} for every rank, as the learning rates expect; without this key it is 2*r"
+        )
     if seen is None:
         typer.echo(f"The tokens of the rows are not counted: {model} is not on this machine; alto plan downloads it.")
     jobs = f"{len(task.jobs)} {'configuration' if len(task.jobs) == 1 else 'configurations'}"
@@ -323,7 +334,7 @@ def _defaults(values: Mapping[str, Any], survey: DataSurvey, seen: tuple[DataPre
         "max_length": next((length for length in _LENGTHS if longest <= length), last_length),
         "num_train_epochs": num_epochs,
         **({"per_device_train_batch_size": 32, "max_completion_length": 256} if generates else {}),
-        "lora_alpha": 32,
+        **({} if {"learning_rate", "search_space"} & values.keys() else {"lora_alpha": _LORA_ALPHA}),
         **({"beta": 0.1} if "beta" in method.fields and not generates else {}),
         "search_space": {key: value for key, value in space.items() if key not in values},
     }
@@ -351,6 +362,16 @@ def _facts(survey: DataSurvey, values: Mapping[str, Any], seen: tuple[DataPrevie
         first = values["reward_funcs"][0]
         if isinstance(first, str) and first in _REWARDS:
             facts["reward_funcs"] = _REWARDS[first]
+    return facts
+
+
+def _facts_of_rates(chosen: Mapping[str, Any]) -> dict[str, str]:
+    """Return comments on learning rates and ``lora_alpha`` that the user has not set."""
+    facts = {}
+    if "learning_rate" in chosen.get("search_space", {}):
+        facts["learning_rate"] = f"{_COMMENTS['learning_rate']}; the middle one is usual for this model and method"
+    if "lora_alpha" in chosen:
+        facts["lora_alpha"] = f"{_COMMENTS['lora_alpha']}; {_LORA_ALPHA} suits every rank below; 2*r without this key"
     return facts
 
 
@@ -409,7 +430,8 @@ def _line(key: str, value: object, comments: Mapping[str, str], indent: str = ""
     written = write_yaml({key: value}).rstrip("\n")
     if "\n" in written:
         written = f"{key}: {_flow(value)}"
-    return _commented(indent + written, comments.get(key) or _description(key))
+    name = _canonical(key)
+    return _commented(indent + written, comments.get(name) or _description(name))
 
 
 def _flow(value: object) -> str:

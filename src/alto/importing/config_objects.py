@@ -46,9 +46,6 @@ _TOKENS = "_token"
 
 _NOTHING = KeyTable(keys=())
 
-_ANY_MODULES = ("",)
-"""A placeholder for target modules that the configuration does not set."""
-
 _BELONGING: Mapping[str, tuple[str, ...]] = {
     "warmup_ratio": ("warmup_steps",),
     "warmup_steps": ("warmup_ratio",),
@@ -86,19 +83,17 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
     overruled = _overruled(values)
     given, defaults = _given(adapter, arguments)
     changed = {key for key, value in given.items() if key not in defaults or value != defaults[key]}
-    replaced = frozenset({"dataset", *overruled})
+    replaced = frozenset({"dataset", *overruled, *(() if adapter else ("target_modules",))})
     draft = Draft(given=dict(given), folders=(Path.cwd(),), replaced=replaced, is_of_a_class=True)
     method = _method_of(arguments, given.get("task_type"), values)
     if given.get("task_type") == "SEQ_CLS":
         draft.put("task_type", draft.take("task_type"))
-    if adapter is None or "target_modules" in overruled:
-        draft.given["target_modules"] = _ANY_MODULES
     if arguments is None:
         read_adapter(draft)
         draft.pass_on(_NOTHING, find_method(method))
     else:
         read_trl(draft, method)
-    keys = {key: value for key, value in draft.values.items() if key not in overruled and value != _ANY_MODULES}
+    keys = {key: value for key, value in draft.values.items() if key not in overruled}
     if "max_length" not in given:
         keys.pop("max_length", None)  # transformers' trainer does not truncate
     if keys.get("init_lora_weights") is True:

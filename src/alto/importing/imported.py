@@ -23,7 +23,6 @@ from alto.spec import (
     Task,
     find_method,
     overridden,
-    parse_override,
     read_mapping,
     write_yaml,
     written,
@@ -111,7 +110,7 @@ TOOLS: Mapping[str, Tool] = {
 
 
 def recognise(keys: Collection[str], where: str) -> Tool:
-    """Return the tool that has the most of ``keys`` among its marks.
+    """Return the tool that has the most of ``keys`` among its marks; without marks, TRL for keys of a trainer.
 
     Raises:
         SpecError: No tool has any of the keys, two tools have the same number of them, or the configuration is a W&B
@@ -125,19 +124,21 @@ def recognise(keys: Collection[str], where: str) -> Tool:
         )
     counts = {name: len(tool.marks.intersection(keys)) for name, tool in TOOLS.items()}
     most = max(counts.values())
+    if most == 0 and trl.TRAINER_MARKS.intersection(keys):
+        return TOOLS["trl"]
     best = [name for name, count in counts.items() if count == most]
     if most == 0 or len(best) > 1:
         found = "none of their keys" if most == 0 else f"as many keys of {' as of '.join(best)}"
         raise SpecError(
             f"{where}: expected a configuration of {', '.join(tool.title for tool in TOOLS.values())}, found "
-            f"{found}. Name the tool with --from {' or '.join(TOOLS)}."
+            f"{found}. Name the tool with --from {' or '.join(best)}."
         )
     return TOOLS[best[0]]
 
 
 _PATHS = ("model", "dataset", "validation_dataset", "test_dataset", "chat_template")
 _MAX_BYTES = 2 * 1024**2
-_FIELD_ALIASES = {**JOB_ALIASES, **SETTING_ALIASES}
+_FIELD_ALIASES = {**TASK_ALIASES, **JOB_ALIASES, **SETTING_ALIASES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +191,12 @@ def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = 
     if tool is not None and tool not in TOOLS:
         raise SpecError(f"--from: expected one of {', '.join(TOOLS)}, found {quoted(tool)}. Use one of these.")
     found = recognise(given, str(path)) if tool is None else TOOLS[tool]
-    changes = {TASK_ALIASES.get(key, key): value for key, value in map(parse_override, overrides)}
+    changes = {_FIELD_ALIASES.get(key, key): value for key, value in overridden({}, overrides).items()}
+    replaced = frozenset({*changes, *searched_fields(changes.get("search_space"))})
     method = changes.get("method")
     folders = tuple(dict.fromkeys((path.resolve().parent, Path.cwd())))
     is_json = path.suffix.lower() == ".json"
-    draft = Draft(given=given, folders=folders, replaced=frozenset(changes), is_of_a_class=is_json)
+    draft = Draft(given=given, folders=folders, replaced=replaced, is_of_a_class=is_json)
     try:
         found.read(draft, None if method is None else str(method))
     except (SpecError, UnsupportedError) as error:

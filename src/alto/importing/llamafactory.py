@@ -20,6 +20,7 @@ MARKS = frozenset(
         *("pref_beta", "pref_loss", "pref_ftx", "preprocessing_num_workers", "plot_loss", "overwrite_cache"),
         *("quantization_bit", "additional_target", "adapter_name_or_path", "mask_history", "train_on_prompt"),
         *("flash_attn", "neat_packing", "upcast_layernorm", "use_unsloth", "interleave_probs", "mix_strategy"),
+        "dataset",
     }
 )
 """Keys that identify a configuration of LLaMA-Factory."""

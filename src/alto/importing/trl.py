@@ -17,6 +17,9 @@ from alto.spec import KTO_LOSS_TYPES, LOSS_TYPES, NOT_NEEDED_KEYS, PEFT_DEFAULT,
 FORM = "dataset_format"
 """The task key under which the tokenisation of texts is reported; TRL has no key for it."""
 
+_PEFT_KEYS = frozenset({"r", "target_modules"})
+"""Keys of PEFT's ``LoraConfig`` that TRL's ``ModelConfig`` spells otherwise."""
+
 MARKS = frozenset(
     {
         *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming"),
@@ -25,9 +28,13 @@ MARKS = frozenset(
         *("chat_template_path", "loss_type", "beta", "precompute_ref_log_probs", "padding_free", "eos_token"),
         *("desirable_weight", "undesirable_weight", "max_completion_length"),
         *("logging_first_step", "eval_do_concat_batches", "per_gpu_train_batch_size", "project"),
+        *_PEFT_KEYS,
     }
 )
-"""Keys that identify a configuration of TRL or of transformers."""
+"""Keys that identify a configuration of TRL, transformers or PEFT."""
+
+TRAINER_MARKS = frozenset({"num_train_epochs", "per_device_train_batch_size", "lr_scheduler_type"})
+"""Keys of ``TrainingArguments`` that LLaMA-Factory has too, always with keys of its own."""
 
 _KTO_KEYS = ("desirable_weight", "undesirable_weight")
 _CPO_KEYS = ("cpo_alpha", "simpo_gamma")
@@ -137,7 +144,8 @@ KEYS = KeyTable(
 def read_trl(draft: Draft, method_name: str | None) -> None:
     """Convert a configuration of TRL, or of transformers' ``TrainingArguments``, to a task."""
     use_peft = draft.take("use_peft")
-    if use_peft is not True and not (use_peft is None and draft.is_of_a_class):
+    is_of_a_class = draft.is_of_a_class or draft.given.keys() & _PEFT_KEYS
+    if use_peft is not True and not (use_peft is None and is_of_a_class):
         shown = "none" if use_peft is None else quoted(use_peft).lower()
         raise UnsupportedError(
             f"use_peft: expected true, found {shown}: TRL would train all weights, and ALTO trains LoRA adapters. "
@@ -356,7 +364,7 @@ def _read_masks(draft: Draft) -> None:
     elif completion is False:
         draft.put("train_on", "all")
         draft.used("completion_only_loss", "train_on: all")
-    elif completion is None and assistant is not True:
+    elif completion is None and assistant is not True and "train_on" not in draft.replaced:
         draft.used(
             "assistant_only_loss",
             "train_on: completion, only the replies; of rows of messages, TRL would train every token: for this, use "
@@ -386,16 +394,23 @@ def _report_texts(draft: Draft, method_name: str) -> None:
 
 
 def read_adapter(draft: Draft, *, has_defaults: bool = False) -> None:
-    """Read keys of TRL's ``ModelConfig`` or of PEFT's ``LoraConfig``, with the defaults of TRL.
+    """Read keys of TRL's ``ModelConfig`` or of PEFT's ``LoraConfig``, with the defaults of that class.
 
     Args:
-        has_defaults: Whether the defaults apply even if none of the keys is given, as with ``use_peft: true`` alone.
+        has_defaults: Whether TRL's defaults apply even if none of the keys is given, as with ``use_peft: true`` alone.
     """
-    defaults = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
-    if has_defaults or draft.given.keys() & {*defaults, "lora_target_modules"}:
-        for key, value in defaults.items():
-            if draft.given.get(key) is None and not (key == "lora_r" and "r" in draft.given):
-                draft.given[key] = value
+    defaults: dict[str, Any] = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+    if not has_defaults and draft.given.keys() & _PEFT_KEYS:
+        defaults = {"r": 8, "lora_alpha": 8}
+    elif not has_defaults and not draft.given.keys() & {*defaults, "lora_target_modules"}:
+        defaults = {}
+    for key, value in defaults.items():
+        if draft.given.get(key) is None and not (key == "lora_r" and "r" in draft.given):
+            draft.given[key] = value
+    if "target_modules" in draft.replaced:
+        draft.given.pop("lora_target_modules", None)
+        draft.given.pop("target_modules", None)
+        return
     targets = draft.given.get("lora_target_modules", draft.given.get("target_modules"))
     if targets is None:
         draft.used(
