@@ -102,8 +102,11 @@ def test_a_job_is_merged_and_the_difference_is_printed(run: alto.TaskResult, tmp
     lines = exported(run.run_dir, "--to", tmp_path / "text", "--merged").splitlines()
     assert lines[0].startswith(f"model: {tmp_path / 'text'} (logits differ from the adapter's by ")
     assert lines[1] == f"serve with: vllm serve {tmp_path / 'text'}"
-    assert lines[2].startswith("then ask it: curl http://127.0.0.1:8000/v1/chat/completions ")
-    assert f'{{"model": "{tmp_path / "text"}", "messages"' in lines[2]
+    assert lines[2].startswith(
+        f"or, without vLLM and without a GPU: transformers serve {tmp_path / 'text'} --port 8000 "
+    )
+    assert lines[3].startswith("then ask it: curl http://127.0.0.1:8000/v1/chat/completions ")
+    assert f'{{"model": "{tmp_path / "text"}", "messages"' in lines[3]
 
 
 def test_the_configuration_of_another_trainer_is_that_of_the_job(run: alto.TaskResult, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -109,6 +110,9 @@ def _show(result: ExportResult) -> None:
     lines += [f"note: {note}" for note in result.notes]
     if result.command:
         lines.append(f"{'train' if result.form == 'config' else 'serve'} with: {result.command}")
+    if result.form == "merged" and result.request:
+        serve = shlex.join(["transformers", "serve", result.folder, "--port", "8000"])
+        lines.append(f"or, without vLLM and without a GPU: {serve} (pip install 'transformers[serving]')")
     if result.request:
         lines.append(f"then ask it: {result.request}")
     for line in lines:
