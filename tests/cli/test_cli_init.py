@@ -253,7 +253,7 @@ def test_a_file_is_replaced_only_with_force(folder: Path) -> None:
         (("absent.jsonl",), DataFileNotFoundError, "found nothing at absent.jsonl"),
         (("rows.jsonl", "--goal", "prefer"), DataFormatError, "expected preference pairs for method dpo"),
         (("rows.jsonl", "--goal", "reward"), DataError, "without a prompt"),
-        (("odd.csv",), DataFormatError, "name roles with columns"),
+        (("odd.csv",), DataFormatError, "Name them, to reply as the rows do: alto init"),
         (("bad.jsonl",), BadRowsError, "on_bad_row: skip"),
         (("rows.jsonl", "--model", "./absent"), ModelNotFoundError, "found no such folder"),
         (("rows.jsonl", "--set", "learning_rat=1"), SpecError, "learning_rate"),
@@ -313,8 +313,8 @@ def labelled(folder: Path, **counts: int) -> Path:
 @pytest.mark.parametrize(
     ("counts", "metric", "splits", "few"),
     [
-        ({"good": 300, "bad": 100}, "loss", (0.12, 0.12), None),
-        ({"good": 301, "bad": 100}, "macro_f1", (0.12, 0.12), None),
+        ({"good": 299, "bad": 100}, "loss", (0.13, 0.13), None),
+        ({"good": 300, "bad": 100}, "macro_f1", (0.12, 0.12), None),
         ({"good": 360, "bad": 50}, "macro_f1", (0.2, 0.2), None),
         ({"good": 390, "bad": 6, "odd": 4}, "macro_f1", (0.25, 0.2), "'bad': 2, 'odd': 2"),
     ],
@@ -405,6 +405,38 @@ def test_alpha_is_fixed_only_with_learning_rates_that_are_for_it(
     assert ("lora_alpha: 32 for every rank" in done.stdout) == ("32 suits every rank below" in text) == (alphas == {32})
     assert ("; the middle one is usual" in text) == (not override.startswith(("learning_rate", "search_space")))
     assert "# size of a step" in text
+
+
+_CLASSIFY = "--goal classify --set 'columns={text: ticket, label: team}'"
+
+
+@pytest.mark.parametrize(
+    ("goal", "row", "commands"),
+    [
+        (
+            (),
+            {"ticket": "Broken.", "team": "a"},
+            ("reply --set 'columns={prompt: ticket, completion: team}'", _CLASSIFY),
+        ),
+        (("--goal", "classify"), {"ticket": "Broken.", "team": "a"}, (_CLASSIFY,)),
+        (
+            ("--goal", "prefer"),
+            {"a": "x", "b": "y"},
+            ("'columns={prompt: COLUMN1, chosen: COLUMN2, rejected: COLUMN3}'",),
+        ),
+    ],
+)
+def test_columns_of_unknown_names_are_an_error_with_the_commands_that_name_them(
+    folder: Path, goal: tuple[str, ...], row: dict[str, str], commands: tuple[str, ...]
+) -> None:
+    write(folder / "rows.jsonl", lambda _: row, 4)
+    result = invoke("init", "rows.jsonl", "--model", "alto-tiny", *goal)
+    assert isinstance(result.exception, DataFormatError)
+    assert f"found {', '.join(row)}. Name them, to " in str(result.exception)
+    for command in commands:
+        assert command in str(result.exception)
+    assert str(result.exception).count("alto init") == len(commands)
+    assert not (folder / "task.yaml").exists()
 
 
 def test_columns_that_nothing_reads_are_named(folder: Path) -> None:

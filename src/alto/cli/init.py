@@ -15,7 +15,7 @@ import typer
 
 from alto.base import replace_file
 from alto.cli.options import DEFAULT_MODEL, complete_task_key
-from alto.errors import SpecError
+from alto.errors import DataFormatError, SpecError
 from alto.spec import (
     JOB_ALIASES,
     TASK_ALIASES,
@@ -144,7 +144,9 @@ def init(
     names = {"dataset": data, "model": model or DEFAULT_MODEL}
     survey = survey_data(Task(**_about_data(names | given)))
     model = model or _ask("Base model (a hub id, a local folder, or alto-tiny)", "--model", DEFAULT_MODEL)
-    if not survey.methods and "columns" not in given and _can_ask():
+    if not survey.methods and "columns" not in given:
+        if not _can_ask():
+            raise DataFormatError(_unknown_columns(data, survey, goal))
         typer.echo(f"The rows have the columns {', '.join(survey.columns)}.")
         goal = goal or _ask_goal(get_args(GoalName))
         roles = GOALS[goal].roles
@@ -225,6 +227,21 @@ def _ask_goal(names: Sequence[GoalName]) -> GoalName:
     return next(name for name in names if name == answer)
 
 
+def _unknown_columns(data: str, survey: DataSurvey, goal: GoalName | None) -> str:
+    """Return the error for columns whose names say no form, with a command for each likely goal."""
+    commands = []
+    for name in ("reply", "classify") if goal is None else (goal,):
+        roles, columns = GOALS[name].roles, survey.columns
+        named = columns if len(columns) == len(roles) else [f"COLUMN{number}" for number in range(1, len(roles) + 1)]
+        pairs = ", ".join(f"{role}: {column}" for role, column in zip(roles, named, strict=True))
+        setting = shlex.quote(f"columns={{{pairs}}}")
+        commands.append(f"to {GOALS[name].meaning}: alto init {shlex.quote(data)} --goal {name} --set {setting}")
+    return (
+        f"columns: expected names that say what they hold, such as prompt and completion, found "
+        f"{', '.join(survey.columns)}. Name them, {'; '.join(commands)}"
+    )
+
+
 def _method(survey: DataSurvey, goal: GoalName | None) -> str:
     """Return the method for the goal; without a goal, ask if several methods fit, or else take the likeliest."""
     if goal is None:
@@ -299,7 +316,7 @@ _UNBALANCED = 3
 
 def _is_unbalanced(counts: Mapping[str, int]) -> bool:
     """Return whether one label has so many more rows than another that accuracy hides the rare one."""
-    return max(counts.values(), default=0) > _UNBALANCED * min(counts.values(), default=0)
+    return bool(counts) and max(counts.values()) >= _UNBALANCED * min(counts.values())
 
 
 def _few(counts: Counter[str]) -> dict[str, int]:
