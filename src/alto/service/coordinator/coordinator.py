@@ -178,10 +178,18 @@ class Coordinator:
         """Start on a separate thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ask running executors to save and stop, and wait for them."""
+    def begin_stop(self) -> None:
+        """Start no more tasks, and let running executors save and stop. Does not wait for them."""
+        if self._is_stopping.is_set():
+            return
         self._is_stopping.set()
         self._service.work.set()
+        if (plane := self.plane) is not None and plane.num_gpus()[0]:
+            _LOG.info("waiting until running tasks are saved")
+
+    def stop(self) -> None:
+        """Ask running executors to save and stop, and wait for them."""
+        self.begin_stop()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -220,8 +228,6 @@ class Coordinator:
                     self._service.work.clear()
                     self._turn_in_patience(plane, pool)
                     self._service.work.wait(TURN_S)
-                if plane.num_gpus()[0]:
-                    _LOG.info("waiting until running tasks are saved")
                 plane.drain()
                 self._note_ends(plane)
             finally:
