@@ -92,8 +92,8 @@ def test_a_stop_ends_open_streams_and_saves_tasks_at_once(
     def use(url: str) -> None:
         try:
             with httpx2.Client(base_url=url, timeout=60) as http:
-                upload = {"files": {"file": ("a", ROWS)}, "data": {"purpose": "fine-tune"}}
-                body = {"model": "alto-tiny", "training_file": http.post("/v1/files", **upload).json()["id"]}
+                file = http.post("/v1/files", files={"file": ("a", ROWS)}, data={"purpose": "fine-tune"}).json()["id"]
+                body = {"model": "alto-tiny", "training_file": file}
                 path = f"/api/tasks/{http.post('/v1/fine_tuning/jobs', json=body).json()['id']}"
                 wait_for(lambda: http.get(path).json()["status"] == "running")
                 with http.stream("GET", f"{path}/events") as events:
@@ -185,6 +185,16 @@ def test_keys_of_a_folder_without_a_service_are_an_error_that_creates_nothing(
     assert isinstance(answer.exception, ServiceError)
     assert "found no file" in str(answer.exception)
     assert not (tmp_path / "wrong").exists()
+
+
+def test_a_key_in_a_new_database_names_it(tmp_path: Path) -> None:
+    database = str(tmp_path / "alto.db")
+    first = keys(tmp_path, "create", "a")
+    assert f"Created the database {database};" in first
+    assert "database" not in keys(tmp_path, "create", "a")
+    assert json.loads(keys(tmp_path, "create", "a", "--json"))["database"] is None
+    other = json.loads(keys(tmp_path / "other", "create", "a", "--json"))
+    assert other["database"] == str(tmp_path / "other" / "alto.db")
 
 
 def test_keys_are_listed_with_the_limits_of_their_tenants(tmp_path: Path) -> None:
