@@ -449,12 +449,14 @@ class Coordinator:
             live.projection.write(session, row)
             if not is_due:
                 return
-            live.forecast_at = time.monotonic()
+            is_first, live.forecast_at = not live.forecast_at, time.monotonic()
             remaining_s = outlook(self._service.histories.read(self._service.run_of(row)), time.time()).remaining_s
             if row.status == "queued":
                 row.status, row.started_at = "running", row.started_at or now()
                 add_event(session, row, "Fine-tuning job started: loading the model, measuring memory and time")
                 _LOG.info("job %s of tenant %s is running", row.id, row.tenant)
+            elif is_first:
+                _LOG.info("job %s of tenant %s continues", row.id, row.tenant)
             if row.status == "running":
                 row.estimated_finish = None if remaining_s is None else now() + int(remaining_s)
 
