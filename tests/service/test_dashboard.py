@@ -206,6 +206,26 @@ def test_figures_are_those_of_the_report(setup: Setup) -> None:
     assert [len(trace["x"]) for trace in figures["validation"]["traces"]] == [4, 4]
 
 
+def test_folders_of_the_service_are_not_shown(setup: Setup) -> None:
+    kept, folder = setup.journal.read_text(), "/srv/service/models/base"
+    try:
+        setup.journal.write_text(kept.replace('model": "alto-tiny"', f'model": "{folder}"'))
+        assert setup.journal.read_text().count(folder) == 2
+        for path in (f"/tasks/{setup.task}", f"/api/tasks/{setup.task}/report"):
+            page = setup.browser.get(path).text
+            assert "alto-tiny" in page, path
+            assert "models/base" not in page, path
+            assert str(setup.service.service.settings.root) not in page, path
+    finally:
+        setup.journal.write_text(kept)
+
+
+def test_scripts_read_pages_with_their_key_in_a_header(setup: Setup) -> None:
+    script = Browser(service=setup.service)
+    for path in ("/", f"/tasks/{setup.task}"):
+        assert script.get(path, Authorization=f"Bearer {setup.secret}").status == 200
+
+
 def test_hostile_text_is_shown_as_text(setup: Setup) -> None:
     kept = setup.journal.read_text()
     with setup.service.service.store.writing() as session:

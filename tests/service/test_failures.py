@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import socket
 import sqlite3
 import time
@@ -21,6 +22,8 @@ import pytest
 from services import ROWS, Served, served, wait_for
 
 from alto.service.coordinator import coordinator as coordinating
+from alto.service.coordinator import projection
+from alto.service.savings import Savings
 from alto.service.store import store as storing
 from alto.service.store.jobs import add_event, find_job, lock_job
 from alto.service.store.tables import JobRow
@@ -61,6 +64,23 @@ def check_trained_once(service: Served, client: openai.OpenAI, job: str) -> None
     found = client.fine_tuning.jobs.list_events(job, limit=100).data
     assert sum(event.message == "The job has successfully completed" for event in found) == 1
     assert sum(event.type == "metrics" for event in found) == 8
+
+
+def test_changes_of_a_job_are_lines_of_the_log(tmp_path: Path, gate: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "alto.service")
+    plane = simulated_plane(tmp_path, lambda: SimulatedCluster(duration_s=0.1, waits_for=gate))
+    with served(tmp_path, open_plane=plane) as first:
+        client = first.client()
+        job = create(first, client)
+        wait_for(lambda: status(client, job) == "running")
+    with served(tmp_path, open_plane=plane) as second:
+        client = second.client()
+        wait_for(lambda: any(line.endswith("continues") for line in caplog.messages))
+        for change in (client.fine_tuning.jobs.pause, client.fine_tuning.jobs.resume, client.fine_tuning.jobs.cancel):
+            change(job)
+    words = [line.rpartition(" ")[2] for line in caplog.messages if job in line]
+    begin, end = ["queued", "running", "continues", "paused", "queued"], ["cancelled"]
+    assert words in (begin + end, [*begin, "running", *end])
 
 
 def test_a_locked_database_is_503_and_nothing_is_lost(service: Served, gate: Path) -> None:
@@ -384,3 +404,21 @@ def test_a_slow_follower_delays_no_other_and_misses_nothing(service: Served) -> 
     # The first events arrived with the head of the answer.
     assert numbers == list(range(numbers[0], num_events + 1))
     assert numbers[0] <= begin + 3
+
+
+def test_the_result_does_not_mention_early_exit_if_nothing_was_saved(
+    service: Served, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = service.client()
+    gate.touch()
+
+    def message() -> str:
+        job = create(service, client)
+        assert service.finished(client, job).status == "succeeded"
+        found = client.fine_tuning.jobs.list_events(job, limit=100).data
+        return next(event.message for event in found if event.message.startswith("Best of"))
+
+    assert message().endswith("; early exit saved 40% of the training")
+    nothing = Savings(samples=0, share=0.0, time_s=None, device_h=None)
+    monkeypatch.setattr(projection, "savings_of", lambda *_: nothing)
+    assert message() == "Best of 2 configurations: job-000, validation loss 1.2500"

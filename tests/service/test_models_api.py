@@ -29,6 +29,7 @@ from alto.service.context import Service
 from alto.service.serve import create_app, opened_service
 from alto.service.settings import ServiceSettings, VllmSettings
 from alto.service.store.jobs import events_of
+from alto.service.store.tables import FileRow
 from alto.service.vllm import Registrar
 
 # PEFT reads a transformers property by its deprecated name.
@@ -125,6 +126,15 @@ def test_an_adapter_comes_as_a_zip_file(service: Service, client: TestClient) ->
         assert archive.read("adapter_model.safetensors") == b"a" * 1000
 
 
+def test_the_card_of_a_model_of_the_hub_names_no_folder_of_the_service(service: Service, client: TestClient) -> None:
+    name = add_model(service, "a", base_model_name_or_path="hub/base")
+    rows = service.settings.root / "runs" / "default" / "ftjob-a" / "data" / "training.jsonl"
+    card = 'base_model: "hub/base"\ntuned on `{}`\n```python\n```\n'
+    service.artefacts.write("models/default/ftjob-a/README.md", io.BytesIO(card.format(rows).encode()))
+    with zipfile.ZipFile(io.BytesIO(client.get(f"/api/models/{name}/adapter").content)) as archive:
+        assert archive.read("README.md").decode() == card.format("training.jsonl")
+
+
 def test_a_downloaded_adapter_names_its_base_as_requests_do(
     service: Service, client: TestClient, tmp_path: Path
 ) -> None:
@@ -135,11 +145,24 @@ def test_a_downloaded_adapter_names_its_base_as_requests_do(
     header = f'base_model: {json.dumps(base)}\ntags:\n- "alto"\n- "base_model:adapter:{base}"\n'
     card = f"---\n{header}---\ntuned on `{rows}`\n\n```python\nfrom_pretrained({base!r})\n```\n"
     service.artefacts.write(f"{folder}/README.md", io.BytesIO(card.encode()))
+    with service.store.writing() as session:
+        session.add(
+            FileRow(
+                id="file-1",
+                tenant="default",
+                filename="support.jsonl",
+                purpose="fine-tune",
+                num_bytes=1,
+                sha256="",
+                created_at=1,
+                status="processed",
+            )
+        )
     with zipfile.ZipFile(io.BytesIO(client.get(f"/api/models/{name}/adapter").content)) as archive:
         assert archive.testzip() is None
         assert json.loads(archive.read("adapter_config.json"))["base_model_name_or_path"] == "base"
         assert archive.read("README.md").decode() == (
-            '---\ntags:\n- "alto"\n---\ntuned on `training.jsonl`\n\n'
+            '---\ntags:\n- "alto"\n---\ntuned on `support.jsonl`\n\n'
             "`base` is the name of the base model in the service. In the code below and in `adapter_config.json`, "
             "replace it by the hub id or the folder of the same model.\n\n```python\nfrom_pretrained('base')\n```\n"
         )

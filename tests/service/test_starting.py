@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import socket
 import stat
 import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from services import served
+from services import ROWS, served, wait_for
 from typer.testing import CliRunner
 
 from alto.cli.app import app
 from alto.errors import ServiceError, SpecError, UnknownKeyError
+from alto.service import serve as serving
 from alto.service.serve import configure_logs, listening, serve
 from alto.service.settings import ServiceSettings, load_settings
 from alto.service.store.tables import LeaderRow
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,6 +80,46 @@ def test_an_address_of_another_machine_is_refused(host: str) -> None:
 def test_all_addresses_of_a_name_have_one_port() -> None:
     with listening(ServiceSettings(host="localhost", port=0)) as sockets:
         assert len({each.getsockname()[1] for each in sockets}) == 1
+
+
+def test_a_stop_ends_open_streams_and_saves_tasks_at_once(
+    tmp_path: Path, loggers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plane = simulated_plane(tmp_path, lambda: SimulatedCluster(duration_s=600))
+    monkeypatch.setattr(serving._Planes, "opened", lambda _, epoch: plane(epoch))
+    seen: list[str] = []
+
+    def use(url: str) -> None:
+        try:
+            with httpx2.Client(base_url=url, timeout=60) as http:
+                file = http.post("/v1/files", files={"file": ("a", ROWS)}, data={"purpose": "fine-tune"}).json()["id"]
+                body = {"model": "alto-tiny", "training_file": file}
+                path = f"/api/tasks/{http.post('/v1/fine_tuning/jobs', json=body).json()['id']}"
+                wait_for(lambda: http.get(path).json()["status"] == "running")
+                with http.stream("GET", f"{path}/events") as events:
+                    for line in events.iter_lines():
+                        if not seen:
+                            os.kill(os.getpid(), signal.SIGTERM)
+                        seen.append(line)
+        finally:
+            if not seen:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        used: list[Future[None]] = []
+        serve(
+            ServiceSettings(data_dir=str(tmp_path), port=0),
+            on_ready=lambda url: used.append(pool.submit(use, url)),
+        )
+        used[0].result()  # the stream was complete, not cut off
+    assert "event: end" not in seen, "the task has not ended, so clients continue after their last event"
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.split()[1] == "info" for line in lines), lines
+    order = [
+        next(number for number, line in enumerate(lines) if text in line)
+        for text in ("waiting until running tasks are saved", "Finished server process")
+    ]
+    assert order == sorted(order)
 
 
 def record_with_a_time_of_ray(*arguments: Any, **keywords: Any) -> logging.LogRecord:
@@ -139,6 +185,16 @@ def test_keys_of_a_folder_without_a_service_are_an_error_that_creates_nothing(
     assert isinstance(answer.exception, ServiceError)
     assert "found no file" in str(answer.exception)
     assert not (tmp_path / "wrong").exists()
+
+
+def test_a_key_in_a_new_database_names_it(tmp_path: Path) -> None:
+    database = str(tmp_path / "alto.db")
+    first = keys(tmp_path, "create", "a")
+    assert f"Created the database {database};" in first
+    assert "database" not in keys(tmp_path, "create", "a")
+    assert json.loads(keys(tmp_path, "create", "a", "--json"))["database"] is None
+    other = json.loads(keys(tmp_path / "other", "create", "a", "--json"))
+    assert other["database"] == str(tmp_path / "other" / "alto.db")
 
 
 def test_keys_are_listed_with_the_limits_of_their_tenants(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ def test_every_route_needs_a_key_that_counts(site: Site) -> None:
         for key in (None, "a revoked", "a expired", "alto-unknown", "x", site.keys["a"][:-1], site.keys["a"] + "x"):
             answer = site.send(method, filled(path, site.ids["a"]), key, **body)
             assert refused(answer, 401)["code"] == "invalid_api_key", (method, path, key)
+            assert "ask the operator of the service" in answer.json()["error"]["message"]
             assert answer.headers["www-authenticate"] == "Bearer"
 
 

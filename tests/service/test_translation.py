@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from alto.data.task_data import reading_notes
 from alto.service.errors import ApiError
-from alto.service.openai.translation import ALLOWED_TASK_KEYS, build, clone_changes, task_values
+from alto.service.openai.translation import ALLOWED_TASK_KEYS, build, clone_changes, task_values, worded_note
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.task import TASK_FIELDS
@@ -337,3 +338,9 @@ def test_a_clone_takes_the_names_of_a_request() -> None:
 def test_a_clone_takes_single_values_and_nothing_that_a_request_may_not_set(changes: dict[str, Any]) -> None:
     with pytest.raises(ApiError):
         clone_changes(changes)
+
+
+def test_a_notice_on_few_rows_names_the_key_of_requests() -> None:
+    (note,) = reading_notes(4, 0)
+    assert "or name a validation_dataset" in note
+    assert worded_note(note).endswith("raise validation_split or name a validation_file.")

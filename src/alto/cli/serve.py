@@ -74,7 +74,12 @@ def serve(
                 "model to the file of --settings"
             )
         found = found.replace(vllm=found.vllm.replace(cache=vllm_cache))
-    run(found, on_ready=lambda url: typer.echo(f"ALTO answers at {url} (OpenAI's API under {url}/v1)"))
+    run(
+        found,
+        on_ready=lambda url: typer.echo(
+            f"ALTO answers at {url} (OpenAI's API under {url}/v1, dashboard at {url}/), data in {found.root}"
+        ),
+    )
 
 
 @keys.command("create")
@@ -125,8 +130,11 @@ def create(
         wanted = [scope.strip() for scope in scopes.split(",") if scope.strip()]
         row, secret = create_key(session, tenant, name=name or "", scopes=wanted, expires_at=expires_at)
     if as_json:
-        print_json({"id": row.id, "tenant": tenant, "secret": secret, "expires_at": expires_at})
+        new = store.place if store.is_new else None
+        print_json({"id": row.id, "tenant": tenant, "secret": secret, "expires_at": expires_at, "database": new})
     else:
+        if store.is_new:
+            typer.echo(f"Created the database {store.place}; a server has to use the same one to know this key.")
         typer.echo(f"{row.id} of {tenant}. Its secret is shown once:\n{secret}")
 
 

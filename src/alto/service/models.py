@@ -39,6 +39,12 @@ def base_model_of(settings: ServiceSettings, name: str) -> dict[str, Any]:
     return {"model": model, **trusts}
 
 
+def public_base(settings: ServiceSettings, name: str) -> str:
+    """Return the base model that requests call ``name``; this name itself if the model is a folder of the service."""
+    base = settings.models.get(name, name)
+    return name if Path(base).is_dir() else base
+
+
 def fine_tuned_name(base: str, tenant: str, suffix: str | None, job: str) -> str:
     """Return the unique, stable name of the model that a job returns."""
     return f"ft:{base}:{tenant}:{suffix or ''}:{job.rpartition('-')[2][:12]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -189,7 +190,7 @@ class _Server(uvicorn.Server):
                 server_header=False,
             )
         )
-        self._on_ready = on_ready
+        self._app, self._on_ready = app, on_ready
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -207,6 +208,12 @@ class _Server(uvicorn.Server):
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let executors save while connections close, and end event streams, which would stay open."""
+        self._app.state.followers.end()
+        await asyncio.to_thread(self._app.state.coordinator.begin_stop)
+        await super().shutdown(sockets)
 
 
 def _bound(host: str, port: int, opened: contextlib.ExitStack) -> list[socket.socket]:

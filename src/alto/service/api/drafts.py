@@ -17,7 +17,7 @@ from alto.service.coordinator.leadership import code_of
 from alto.service.errors import refused
 from alto.service.openai.files import artefact_of, find_file
 from alto.service.openai.jobs import JobRequest, check_usable, draft_of, serving_notes
-from alto.service.openai.translation import build
+from alto.service.openai.translation import build, worded_note
 from alto.service.store.tables import FileRow
 from alto.service.web.access import Reader
 from alto.service.web.bodies import BodyRoute
@@ -115,7 +115,7 @@ def _rows(service: Service, task: Task, files: list[str], num_rows: int) -> dict
         "form": shown.form,
         "counts": dict(shown.counts),
         "row_tokens": list(shown.row_tokens),
-        "notes": list(shown.notes),
+        "notes": [worded_note(note) for note in shown.notes],
         "examples": [_example(example) for example in shown.examples],
     }
 

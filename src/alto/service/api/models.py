@@ -30,12 +30,13 @@ from alto.service.files.artefacts import zip_chunks
 from alto.service.models import aliases_of, find_alias, find_model, merged_folder
 from alto.service.openai.objects import After, Limit, list_object
 from alto.service.store.jobs import add_event, lock_job, page_of
-from alto.service.store.tables import JobRow, ModelRow
+from alto.service.store.tables import FileRow, JobRow, ModelRow
 from alto.service.vllm.chat import serve_command
 from alto.service.web.access import Reader, Writer
 
 _CONFIG = "adapter_config.json"
-_TEXTS = frozenset({_CONFIG, "README.md", "config.json"})
+_CARD = "README.md"
+_TEXTS = frozenset({_CONFIG, _CARD, "config.json"})
 
 
 def texts_without_paths(service: Service, model: ModelRow, folder: str, names: Iterable[str]) -> dict[str, bytes]:
@@ -52,21 +53,32 @@ def texts_without_paths(service: Service, model: ModelRow, folder: str, names: I
     found = {named, service.settings.models.get(model.base_model, "")}
     paths = sorted((text for text in found if _is_path(text)), key=len, reverse=True)
     texts: dict[str, bytes] = {}
-    for name in _TEXTS.intersection(names) if paths else ():
+    for name in _TEXTS.intersection(names):
         with service.artefacts.open(f"{folder}/{name}") as file:
             text = file.read().decode()
         for path in paths:
             # As written in plain text, and as escaped in JSON.
             for form in (path, json.dumps(path)[1:-1]):
                 text = text.replace(form, model.base_model)
-        texts[name] = (_public_card(service, model, text) if name == "README.md" else text).encode()
+        if name == _CARD:
+            text = _public_card(service, model, text)
+            text = _with_named_base(model, text) if paths else text
+        texts[name] = text.encode()
     return texts
 
 
 def _public_card(service: Service, model: ModelRow, text: str) -> str:
-    """Return a card without folders of the service and without its name for the base model in the header, which lists
-    models of the hub."""
+    """Return a card without folders of the service, and with the name of the uploaded rows."""
     text = re.sub(rf"{re.escape(str(service.settings.root))}[^\s`'\"]*/", "", text)
+    with service.store.reading() as session:
+        statement = select(FileRow.filename).join(JobRow, JobRow.training_file == FileRow.id)
+        filename = session.scalar(statement.where(JobRow.id == model.job))
+    return text.replace("`training.jsonl`", f"`{filename.replace('`', '')}`", 1) if filename else text
+
+
+def _with_named_base(model: ModelRow, text: str) -> str:
+    """Return a card that says how to replace the service's name for the base model. The header lists models of the
+    hub, so it is without this name."""
     name = re.escape(model.base_model)
     text = re.sub(rf'^(base_model: "{name}"|- "base_model:adapter:{name}")\n', "", text, flags=re.MULTILINE)
     note = (

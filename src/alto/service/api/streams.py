@@ -44,6 +44,14 @@ class Followers:
         self._known: dict[str, tuple[int, str]] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._poller: asyncio.Task[None] | None = None
+        self._is_ending = False
+
+    def end(self) -> None:
+        """End all streams, also later ones, because the server stops. Clients connect again and continue after their
+        last event. Must be called on the event loop of the streams."""
+        self._is_ending = True
+        for changed in self._changed.values():
+            changed.set()
 
     def check_room(self) -> None:
         """Check that another follower is allowed.
@@ -65,7 +73,7 @@ class Followers:
         if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll())
         try:
-            while True:
+            while not self._is_ending:
                 changed = self._changed.setdefault(job, asyncio.Event())
                 events, status, is_all = await run_in_threadpool(self._read, job, since)
                 for number, text in events:

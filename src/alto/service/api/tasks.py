@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import html
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +23,7 @@ from alto.runs.job_history import JobHistory
 from alto.runs.progress import device_hours, fraction_done
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
+from alto.service.models import public_base
 from alto.service.openai.objects import After, Limit, job_object
 from alto.service.openai.translation import clone_changes
 from alto.service.savings import savings_of
@@ -117,7 +121,12 @@ def report(service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
             param="task",
             code="not_started",
         )
-    page = report_page(service.run_of(row), history, shown_as=Path(row.id))
+    shown, name = copy.copy(history), public_base(service.settings, row.model)
+    rows = Path(history.started.dataset).name
+    shown.started = replace(history.started, model=name, base_model=name, dataset=rows)
+    page = report_page(service.run_of(row), shown, shown_as=Path(row.id))
+    if Path(folder := history.started.base_model).is_absolute():  # as the Python code of the model card names it
+        page = page.replace(html.escape(folder), html.escape(name))
     return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
 
 

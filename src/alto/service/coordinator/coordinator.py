@@ -178,10 +178,18 @@ class Coordinator:
         """Start on a separate thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ask running executors to save and stop, and wait for them."""
+    def begin_stop(self) -> None:
+        """Start no more tasks, and let running executors save and stop. Does not wait for them."""
+        if self._is_stopping.is_set():
+            return
         self._is_stopping.set()
         self._service.work.set()
+        if (plane := self.plane) is not None and plane.num_gpus()[0]:
+            _LOG.info("waiting until running tasks are saved")
+
+    def stop(self) -> None:
+        """Ask running executors to save and stop, and wait for them."""
+        self.begin_stop()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -220,8 +228,6 @@ class Coordinator:
                     self._service.work.clear()
                     self._turn_in_patience(plane, pool)
                     self._service.work.wait(TURN_S)
-                if plane.num_gpus()[0]:
-                    _LOG.info("waiting until running tasks are saved")
                 plane.drain()
                 self._note_ends(plane)
             finally:
@@ -443,12 +449,14 @@ class Coordinator:
             live.projection.write(session, row)
             if not is_due:
                 return
-            live.forecast_at = time.monotonic()
+            is_first, live.forecast_at = not live.forecast_at, time.monotonic()
             remaining_s = outlook(self._service.histories.read(self._service.run_of(row)), time.time()).remaining_s
             if row.status == "queued":
                 row.status, row.started_at = "running", row.started_at or now()
                 add_event(session, row, "Fine-tuning job started: loading the model, measuring memory and time")
                 _LOG.info("job %s of tenant %s is running", row.id, row.tenant)
+            elif is_first:
+                _LOG.info("job %s of tenant %s continues", row.id, row.tenant)
             if row.status == "running":
                 row.estimated_finish = None if remaining_s is None else now() + int(remaining_s)
 

@@ -24,7 +24,7 @@ from alto.service.context import Service
 from alto.service.ids import new_id, now
 from alto.service.models import fine_tuned_name
 from alto.service.openai.files import RESULTS, artefact_of
-from alto.service.openai.translation import multiplier_of
+from alto.service.openai.translation import multiplier_of, worded_note
 from alto.service.savings import savings_of
 from alto.service.store.jobs import add_event
 from alto.service.store.tables import Checkpoint, FileRow, JobEvent, JobRow, ModelRow
@@ -86,7 +86,7 @@ class Projection:
             case journaled.TaskStarted(jobs=jobs):
                 note(f"Training {len(jobs)} configuration{'' if len(jobs) == 1 else 's'}")
                 for text in event.notes:
-                    note(text, level="warn")
+                    note(worded_note(text), level="warn")
             case journaled.TaskResumed():
                 note("Training continues from its checkpoints")
             case journaled.JobEvaluated():
@@ -223,10 +223,9 @@ def publish(service: Service, job: JobRow) -> Publication:
     }
     loss, learns_from_rewards = result.best_validation_loss, find_method(history.method).entry.generates
     value = f"mean reward {0.0 - loss:.4f}" if learns_from_rewards else f"validation loss {loss:.4f}"
-    message = (
-        f"Best of {len(result.job_results)} configurations: {result.best_job}, {value}; early exit saved {saved:.0%} "
-        "of the training"
-    )
+    message = f"Best of {len(result.job_results)} configurations: {result.best_job}, {value}"
+    if saved:
+        message += f"; early exit saved {saved:.0%} of the training"
     return Publication(
         model=model,
         curves=curves,

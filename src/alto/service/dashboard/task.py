@@ -23,7 +23,9 @@ from alto.service.access import Caller
 from alto.service.api.tasks import history_of
 from alto.service.context import Service, ServiceOf
 from alto.service.dashboard.rendering import PageRoute, live_answer, page
+from alto.service.models import public_base
 from alto.service.openai.objects import After
+from alto.service.openai.translation import worded_note
 from alto.service.savings import Savings, savings_of
 from alto.service.store.jobs import OPEN, find_job, page_of
 from alto.service.store.tables import FileRow, JobEvent, JobRow, ModelRow
@@ -184,13 +186,21 @@ def _context(service: Service, caller: Caller, task: str) -> dict[str, Any]:
         **outputs,
         "events": events,
         "has_more_events": has_more,
-        # The run knows uploaded rows only by the file name of its copy, so the page shows the name of the upload.
-        "subtitle": [part for part in describe_task(history.started) if not part.endswith("training.jsonl")],
-        "notes": run_notes(history),
+        "subtitle": _subtitle(service, row, history),
+        "notes": [worded_note(note) for note in run_notes(history)],
         "loss_unit": loss_unit(history.method),
         "can_write": "write" in caller.scopes,
         "takes_commands": row.status in OPEN and row.run_dir is not None and row.status != "validating_files",
     }
+
+
+def _subtitle(service: Service, row: JobRow, history: RunHistory) -> list[str]:
+    """Return the facts about a task under its name, with the base model as requests name it. The run knows uploaded
+    rows only by the file name of its copy; the page shows the name of the upload elsewhere."""
+    if history.started is None:
+        return []
+    started = replace(history.started, model=public_base(service.settings, row.model))
+    return [part for part in describe_task(started) if not part.endswith("training.jsonl")]
 
 
 def _outputs(session: Session, row: JobRow) -> dict[str, Any]:

@@ -97,6 +97,11 @@ def worded(text: str, sent: Mapping[str, str], refused: Collection[str]) -> str:
     )
 
 
+def worded_note(text: str) -> str:
+    """Return a notice about a task with the request's name for the rows to validate on."""
+    return text.replace("a validation_dataset", "a validation_file")
+
+
 def param_of(text: str, sent: Mapping[str, str], default: str) -> str:
     """Return the key of the request that a task's error is about; ``default`` if it is about several keys, or none.
 

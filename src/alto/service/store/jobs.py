@@ -5,6 +5,7 @@ The status in the database is what the user wants and sees; the coordinator acts
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from alto.service.errors import JobStateError, UnknownJobError
 from alto.service.ids import now
 from alto.service.store.tables import JobEvent, JobRow
+
+_LOG = logging.getLogger("alto.service.store")
 
 
 def add_event(
@@ -204,4 +207,6 @@ def _changed(session: Session, tenant: str, job: str, to: Mapping[str, str], wha
     if row.status not in to:
         raise JobStateError(f"expected a job that can be {what}, found {row.id} {row.status}; nothing was changed")
     before, row.status = row.status, to[row.status]
+    if row.status != before:
+        _LOG.info("job %s of tenant %s is %s", row.id, tenant, row.status)
     return row, before

@@ -49,11 +49,18 @@ class Store:
         self.url = _checked(url)
         self._engine = _engine(self.url)
         self._writing = self._engine.execution_options(**{_WRITES: True})
+        self.is_new = False
+        """Whether :meth:`migrate` found an empty database."""
 
     @property
     def is_sqlite(self) -> bool:
         """Whether the database is an SQLite file, which allows one writer at a time."""
         return self.url.get_backend_name() == "sqlite"
+
+    @property
+    def place(self) -> str:
+        """The database's file, or its address without the password."""
+        return str(self.url.database) if self.is_sqlite else self.url.render_as_string(hide_password=True)
 
     def migrate(self) -> None:
         """Upgrade the tables of any older version to this version.
@@ -72,13 +79,14 @@ class Store:
                         f"database: expected revision {script.get_current_head()} or older, found {found}, "
                         "which a newer version of ALTO has written; upgrade ALTO, or restore a backup"
                     )
+                self.is_new = found is None
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
         except SQLAlchemyError as error:
             cause = first_line(getattr(error, "orig", None) or error)
             raise ServiceError(
-                f"database: cannot connect to or write to {self.url.render_as_string(hide_password=True)}: {cause}. "
-                "Check the URL and that the database server is running"
+                f"database: cannot connect to or write to {self.place}: {cause}. Check the URL and that the database "
+                "server is running"
             ) from error
 
     @contextlib.contextmanager

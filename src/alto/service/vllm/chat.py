@@ -7,7 +7,6 @@ import json
 import logging
 import shlex
 from collections.abc import AsyncIterator, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -21,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from alto.service.access import Caller
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, refused
-from alto.service.models import find_alias, find_model
+from alto.service.models import find_alias, find_model, public_base
 from alto.service.store.tables import JobRow, ModelRow
 from alto.service.vllm.adapters import message_of
 from alto.service.vllm.upstream import Reply, Upstream, UpstreamError, UpstreamTimeoutError
@@ -40,7 +39,7 @@ def target_of(service: Service, session: Session, tenant: str, name: str) -> str
     settings = service.settings
     if name in settings.models:
         if settings.vllm is None:
-            raise _no_server(f"serve the model by hand: {shlex.join(['vllm', 'serve', _public_base(service, name)])}")
+            raise _no_server(f"serve the model by hand: {shlex.join(['vllm', 'serve', public_base(settings, name)])}")
         if not settings.is_served(name):
             raise ApiError(
                 400,
@@ -68,14 +67,8 @@ def serve_command(service: Service, session: Session, model: ModelRow) -> str:
     rank = (result or {}).get("hyperparameters", {}).get("r")
     allowed = [found for found in VLLM_RANKS if isinstance(rank, int) and found >= rank]
     limit = ["--max-lora-rank", str(allowed[0])] if allowed else []
-    base = _public_base(service, model.base_model)
+    base = public_base(service.settings, model.base_model)
     return shlex.join(["vllm", "serve", base, "--enable-lora", *limit, "--lora-modules", f"{model.id}=adapter"])
-
-
-def _public_base(service: Service, name: str) -> str:
-    """Return the base model that requests call ``name``; this name itself if the model is a folder of the service."""
-    base = service.settings.models.get(name, name)
-    return name if Path(base).is_dir() else base
 
 
 def _no_server(remedy: str) -> ApiError:

@@ -79,8 +79,8 @@ def _unauthorised(secret: str | None) -> ApiError:
     found = "none" if secret is None else "one that is unknown, expired or revoked"
     return ApiError(
         401,
-        f"expected a key of this service in the header 'Authorization: Bearer …', found {found}; make one with: "
-        "alto keys create",
+        f"expected a key of this service in the header 'Authorization: Bearer …', found {found}; ask the operator of "
+        "the service, who makes keys with: alto keys create",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
