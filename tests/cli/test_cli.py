@@ -222,7 +222,9 @@ def test_show_tells_a_run_without_touching_it(interrupted: Path) -> None:
 
 def test_a_file_gets_all_columns_of_the_table(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert "hidden columns" not in invoke("show", interrupted).stdout
+    shown = invoke("show", interrupted).stdout
+    assert "hidden columns" not in shown
+    assert not [line for line in shown.splitlines() if line.endswith(" ")]
     monkeypatch.setenv("COLUMNS", "50")
     assert "hidden columns" in invoke("show", interrupted).stdout
 
