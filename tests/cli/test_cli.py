@@ -227,6 +227,16 @@ def test_a_file_gets_all_columns_of_the_table(interrupted: Path, monkeypatch: py
     assert "hidden columns" in invoke("show", interrupted).stdout
 
 
+def test_lines_in_a_file_have_no_spaces_at_their_ends(
+    small_run: list[dict[str, Any]], write_run: Callable[[list[dict[str, Any]]], Path]
+) -> None:
+    run = write_run(small_run)
+    (run / "task.yaml").write_text("", encoding="utf-8")
+    shown = invoke("show", run).stdout
+    assert "rank 3 of 3" in shown, "explanations of different lengths"
+    assert not [line for line in shown.splitlines() if line.endswith(" ")]
+
+
 def test_show_tells_what_was_measured_beside_the_loss(
     preference_run: list[dict[str, Any]], write_run: Callable[[list[dict[str, Any]]], Path]
 ) -> None:

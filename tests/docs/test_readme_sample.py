@@ -20,6 +20,7 @@ def form(text: str) -> list[str]:
         (r"\d[\d.,]*(?:e-?\d+)?", "#"),
         (r"completed|underperforming|overfitting|diverging", "STAGE"),
         (r"nan", "#"),
+        (r"─+", "─"),
         (r"[★ ]+", " "),
     ):
         text = re.sub(pattern, mark, text)

@@ -290,3 +290,21 @@ def test_the_report_says_which_rank_had_which_job(ranked_run, page_of):
     assert page.figures["slots"]["lanes"][-1] == "rank 1, slot 1"
     assert "which of the 4 slots on 2 ranks, and when" in page.text
     assert "2 ranks" in page.text.split("which of the 4")[0]
+
+
+def test_a_single_slot_is_not_counted(sweep, page_of):
+    assert "Which job used the slot, and when." in page_of(sweep).text
+
+
+def test_a_job_that_did_more_than_its_rung_is_explained(small_run, page_of):
+    note = "So a job may have done more than the rung at which it ended."
+    assert note in page_of(small_run).text
+    assert note not in page_of([event for event in small_run if event["event"] != "warmup_ended"]).text
+
+
+def test_a_lead_over_a_job_that_trained_for_less_time_says_so(small_run, page_of):
+    for event in small_run:
+        if event["event"] == "eval":
+            event["loss_rows"] = [event["validation_loss"], event["validation_loss"] + 0.1]
+    page = page_of(small_run)
+    assert "c (ended at 50 % of its steps):" in page.text

@@ -23,7 +23,7 @@ from alto.report import write_comparison
 from alto.report.report import write_report
 from alto.report.run_drawings import rate_figure
 from alto.runs import RunHistory
-from alto.runs.progress import PRICE_VARIABLE, device_hours, price_of_hour
+from alto.runs.progress import PRICE_VARIABLE, device_hours, price_of_hour, time_saved_s, training_all_s
 from alto.spec.strict_yaml import read_yaml
 from alto.views import final_summary
 from alto.views.plain import describe_samples
@@ -143,6 +143,13 @@ def test_a_first_comparison_that_the_winner_contradicts_is_explained(sweep, writ
     assert "The value that learns fastest at first may not be the best later." in text
 
 
+def test_a_setting_that_explains_nothing_is_no_more_than_chance(sweep, write_run):
+    for index, job in enumerate(sweep[0]["jobs"]):
+        job["config"]["weight_decay"] = 0.1 if index % 2 else 0.2
+    text = page_of(write_run(sweep)).text
+    assert text.count("no more than chance") == 3, "in both comparisons, and where it is explained"
+
+
 # -- hours and cost ----------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +163,30 @@ def test_hours_are_the_duration_on_all_devices(small_run):
     assert found.whole_h == pytest.approx(48 / 3600 * 4000 / 1700)
     assert found.cost(found.saved_h) == pytest.approx(10 * found.saved_h)
     assert (found.device, device_hours(history).cost(1.0)) == ("GPU", None)
+
+
+def test_what_a_run_took_and_saved_is_what_training_all_jobs_takes(small_run, write_run):
+    small_run[-1]["time_s"] = {"training": 17.0, "evaluation": 5.0}
+    history = RunHistory.of(entries(small_run))
+    hours = device_hours(history)
+    # 2,300 samples were saved, at 17 s for 1,700; the evaluations of the run itself are part of its 24 seconds.
+    assert time_saved_s(history) == pytest.approx(23.0)
+    assert training_all_s(history) == pytest.approx(24.0 + 23.0)
+    assert hours.whole_h == pytest.approx(hours.spent_h + hours.saved_h) == pytest.approx(47 / 3600)
+    text = page_of(write_run(small_run)).text
+    assert "Training all jobs to their ends would take about 47 s, without further evaluations" in text
+    assert "0.0131" in text.split("Every job to its end, at this run's pace and without further evaluations")[1][:20]
+
+
+def test_what_a_budget_cut_off_is_part_of_training_all_jobs_and_not_saved(small_run):
+    small_run[-1]["time_s"] = {"training": 17.0}
+    for event in small_run:
+        if event["event"] == "job_exited" and event["job"] == "a":
+            event["reason"] = "budget"
+    history = RunHistory.of(entries(small_run))
+    assert history.samples_cut_off == 900
+    assert time_saved_s(history) == pytest.approx(14.0)
+    assert training_all_s(history) == pytest.approx(24.0 + 14.0 + 9.0)
 
 
 def test_money_is_shown_with_a_price_alone(small_run, write_run, monkeypatch):

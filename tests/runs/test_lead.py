@@ -118,7 +118,10 @@ def test_a_lead_within_noise_is_noted() -> None:
     close = (2.1, 0.9, 3.05, 1.5)
     note = choice_notes(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", close, [1.0] * 4)))
     assert [text.partition(":")[0] for text in note] == ["loss"]
-    assert "4 validation rows cannot separate" in note[0]
+    assert "4 validation rows cannot separate a from b: its loss is lower by" in note[0]
+    longer = evaluated("a", FIRST, [1.0] * 4, step=10)
+    note = choice_notes(history_of(started("ab"), longer, evaluated("b", close, [1.0] * 4)))
+    assert "cannot separate a from b (ended at 50 % of its steps): its loss" in note[0]
     far = tuple(value + 1 + 0.01 * value for value in FIRST)
     assert (
         choice_notes(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", far, [1.0] * 4))) == ()

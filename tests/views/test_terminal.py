@@ -254,7 +254,31 @@ def test_summary_says_where_the_adapter_is(small_run, finished):
     text = target.file.getvalue()
     assert ("adapter: runs/maths-1/best" in text) is finished
     assert ("best checkpoints so far: runs/maths-1/jobs" in text) is not finished
-    assert "1,700 of 4,000 samples trained, 57.5 % saved (diverging 22.5 %, underperforming 22.5 %" in text
+    assert (
+        "1,700 of 4,000 samples trained, 57.5 % saved by early exit (diverging 22.5 %, underperforming 22.5 %" in text
+    )
+
+
+def test_a_single_reason_of_early_exit_has_no_share_of_its_own(small_run):
+    for event in small_run:
+        if event["event"] == "job_exited":
+            event["reason"] = "underperforming"
+    target = console()
+    target.print(final_summary(RunHistory.of(entries(small_run))))
+    assert "4,000 samples trained, 57.5 % saved by early exit (underperforming)\n" in target.file.getvalue()
+
+
+def test_in_a_file_the_table_of_jobs_is_as_wide_as_its_rows(small_run):
+    terminal, file = console(width=200), Console(file=io.StringIO(), width=200)
+    for target in (terminal, file):
+        target.print(final_summary(RunHistory.of(entries(small_run))))
+    (wide,), (narrow,) = (
+        [line for line in target.file.getvalue().splitlines() if line.startswith("──")] for target in (terminal, file)
+    )
+    rows = [line.rstrip() for line in file.file.getvalue().splitlines() if " 100 %" in line or " 10 %" in line]
+    assert len(wide) == 200
+    assert len(narrow) == max(map(len, rows)) < 200
+    assert not any("…" in row for row in rows), "explanations are not cut"
 
 
 def test_the_time_of_a_run_counts_what_was_measured_for_it_and_not_what_was_known(small_run):

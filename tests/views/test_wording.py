@@ -177,14 +177,16 @@ def test_the_time_of_a_run_is_split_by_what_it_was_spent_on():
         duration_s=90.0,
         measuring_s=10.0,
         time_s={"training": 60.0, "evaluation": 15.0, "saving": 1.0},
-        training_all_s=1800.0,
         samples_trained=10,
         samples_budgeted=300,
     )
     assert describe_time(history) == [
         "time: training 60 %, evaluating 15 %, measuring 10 %, saving 1 %, other 14 %",
-        "training all jobs to their ends would take about 30 min 00 s, evaluations not counted",
+        # 90 s of this run, and 290 samples at 6 s each
+        "training all jobs to their ends would take about 30 min 30 s, without further evaluations or measuring",
     ]
+    history.measuring_s = 0.0
+    assert describe_time(history)[1].endswith("30 min 30 s, without further evaluations")
     history.samples_trained = 300
     assert len(describe_time(history)) == 1
     history.time_s = {}

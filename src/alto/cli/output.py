@@ -7,13 +7,14 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -116,11 +117,23 @@ WIDTH_OF_FILES = 200
 def output_console() -> Console:
     """Return a console for standard output: as wide as its terminal, or else wide enough for all columns of tables.
 
-    Rich would assume 80 characters for a file. The variable ``COLUMNS`` sets another width.
+    Rich would assume 80 characters for a file, and fill the lines of tables with spaces. The variable ``COLUMNS`` sets
+    another width.
     """
     console = Console()
-    is_file = not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ)
-    return Console(width=WIDTH_OF_FILES) if is_file else console
+    if console.is_terminal or console.is_jupyter:
+        return console
+    return Console(file=cast("TextIO", _Unpadded()), width=None if "COLUMNS" in os.environ else WIDTH_OF_FILES)
+
+
+class _Unpadded:
+    """Standard output without spaces at the ends of lines."""
+
+    def write(self, text: str) -> int:
+        return sys.stdout.write(re.sub(r" +(?=\n)", "", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
 
 
 def _write(text: str) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from alto.cli.options import AnyRun, Run, reachable, run_to_show
 from alto.cli.output import output_console, print_interrupted, print_json
 from alto.runs import QueueDir, QueueProgress, RunDir, RunHistory, RunStatus, TaskStage, gpus_to_json, read_history
-from alto.runs.progress import fraction_done, outlook
+from alto.runs.progress import fraction_done, outlook, training_all_s
 
 
 def show(
@@ -145,7 +145,7 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool, now: float) -> di
         "done": fraction_done(history),
         **_outlook(history, is_live=is_live and history.result is None, now=now),
         "time_s": {**history.time_s, "measuring": history.measuring_s},
-        "training_all_s": history.training_all_s,
+        "training_all_s": training_all_s(history),
         "samples_trained": history.samples_trained,
         "samples_saved": history.samples_saved,
         "samples_cut_off": history.samples_cut_off,

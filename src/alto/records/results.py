@@ -153,8 +153,8 @@ class TaskOutcome:
         scorer_failure: Why the scorer failed, so that the metric chose the winner; empty if it did not fail.
         time_s: Seconds spent on ``training``, ``evaluation``, ``saving`` and ``measuring``, as far as the journal has
             them. The rest of ``duration_s`` is loading, waiting and writing.
-        training_all_s: Seconds that training every job to its end would take at the pace of this run, without
-            evaluations; None if that is not known.
+        training_all_s: Seconds that training every job to its end would take: ``duration_s``, and the time of the rows
+            not trained at the pace of this run, without evaluations; None if that is not known.
         lead: Lead over the next best job; None if there is none, or if the values of single rows are not known.
         adapter_check: Result of checking that PEFT loads the best adapter as it was trained; None if it was not made.
         refit_of: For a refit, the run whose winner was trained again on all rows, without validation; else empty.

@@ -19,7 +19,7 @@ from alto.runs.lead import lead_of_winner
 from alto.runs.progress import device_hours, exit_totals, price_of_hour, rung_costs, time_saved_s
 from alto.spec import LABELS_NAME, write_yaml
 from alto.views import wording
-from alto.views.choice import choice_notes
+from alto.views.choice import choice_notes, describe_runner_up
 from alto.views.metrics import describe_metrics, describe_test, loss_unit
 from alto.views.tables import job_table, run_notes
 
@@ -149,6 +149,7 @@ def _python_code(best: Path, shown_as: Path) -> str:
 def _context(history: RunHistory, run_dir: Path, *, has_labels: bool) -> dict[str, Any]:
     table = job_table(history)
     winner = history.best if history.result is not None else None
+    lead = lead_of_winner(history)
     return {
         "history": history,
         "table": table,
@@ -177,7 +178,8 @@ def _context(history: RunHistory, run_dir: Path, *, has_labels: bool) -> dict[st
         "loss_unit": loss_unit(history.method),
         "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
         "tested": describe_test(history, history.best) if history.best else "",
-        "lead": lead_of_winner(history),
+        "lead": lead,
+        "runner_up": "" if lead is None else describe_runner_up(history, lead),
         "figures": run_figures(history, table),
         "progress": [] if history.best is None else answers_over_time(history.best),
     }

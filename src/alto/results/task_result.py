@@ -115,8 +115,8 @@ class TaskResult:
 
     @property
     def training_all_s(self) -> float | None:
-        """Seconds that training every job to its end would take at the pace of this run, without evaluations; None if
-        unknown."""
+        """Seconds that training every job to its end would take: ``duration_s``, and the time of the rows not trained
+        at the pace of this run, without evaluations; None if unknown."""
         return self.outcome.training_all_s
 
     @property
@@ -314,7 +314,7 @@ class TaskResult:
 
         with (console := Console(no_color=True, highlight=False)).capture() as text:
             console.print(self)
-        return text.get().rstrip()
+        return "\n".join(line.rstrip() for line in text.get().rstrip().split("\n"))
 
     def __rich__(self) -> RenderableType:
         from alto.views import final_summary

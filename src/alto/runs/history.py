@@ -138,13 +138,6 @@ class RunHistory(JournalFold):
         return 0.0 if self.forecast is None or self.forecast.is_cached else self.forecast.profile_s
 
     @property
-    def training_all_s(self) -> float | None:
-        """Seconds that training every job to its end would take at the pace of this run, without evaluations; None if
-        unknown."""
-        training_s, trained = self.time_s.get("training", 0.0), self.samples_trained
-        return training_s * self.samples_budgeted / trained if training_s and trained else None
-
-    @property
     def rung_settings(self) -> tuple[Rung, ...]:
         """The rungs of the task; empty if early exit or selection is off, or the settings in the journal are not
         valid."""

@@ -228,6 +228,17 @@ def training_time_s(history: RunHistory, num_samples: int) -> float | None:
     return num_samples * training_s / history.samples_trained
 
 
+def training_all_s(history: RunHistory) -> float | None:
+    """Return the seconds that training every job to its end would take; None if unknown.
+
+    They are the seconds that the run took, evaluations included, and those that the samples not trained would take,
+    see :func:`training_time_s`. So if no budget cut off jobs of a finished run, they are its duration and
+    :func:`time_saved_s`.
+    """
+    rest_s = training_time_s(history, max(0, history.samples_budgeted - history.samples_trained))
+    return None if rest_s is None else history.duration_s + rest_s
+
+
 def exit_totals(history: RunHistory) -> list[ExitTotal]:
     """Return jobs and samples per outcome, the outcome that saved most first."""
     totals = []
@@ -260,6 +271,7 @@ class DeviceHours:
         spent_h: Hours from its first event to its latest, without interruptions, times ``num_devices``.
         saved_h: Hours that the samples saved by early exit would have taken at the run's own average pace; None if
             nothing was saved or the pace is unknown.
+        whole_h: Hours of :func:`training_all_s`; None if ``saved_h`` is None.
         price: Price of one such hour; None if none was given.
     """
 
@@ -267,12 +279,8 @@ class DeviceHours:
     num_devices: int
     spent_h: float
     saved_h: float | None
+    whole_h: float | None
     price: float | None = None
-
-    @property
-    def whole_h(self) -> float | None:
-        """Hours if every job had trained to its end, at the same pace; None if ``saved_h`` is None."""
-        return None if self.saved_h is None else self.spent_h + self.saved_h
 
     def cost(self, hours: float | None) -> float | None:
         """Return the price of ``hours``, in the currency of the price; None if either is unknown."""
@@ -282,12 +290,13 @@ class DeviceHours:
 def device_hours(history: RunHistory, price: float | None = None) -> DeviceHours:
     """Return the device hours that a run took so far."""
     is_gpu = history.started is not None and history.started.device.startswith("cuda")
-    saved_s = time_saved_s(history)
+    saved_s, whole_s = time_saved_s(history), training_all_s(history)
     return DeviceHours(
         device="GPU" if is_gpu else "CPU slot",
         num_devices=history.num_ranks,
         spent_h=history.duration_s * history.num_ranks / 3600,
         saved_h=None if saved_s is None else saved_s * history.num_ranks / 3600,
+        whole_h=None if saved_s is None or whole_s is None else whole_s * history.num_ranks / 3600,
         price=price,
     )
 

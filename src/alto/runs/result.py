@@ -15,6 +15,7 @@ from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory, Stage
 from alto.runs.journal import read_intact_entries
 from alto.runs.lead import lead_of_winner
+from alto.runs.progress import training_all_s
 from alto.runs.run_dir import RunDir
 from alto.spec import Keep
 
@@ -47,7 +48,7 @@ def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
         scorer=history.scorer,
         scorer_failure=history.scorer_failure,
         time_s={**history.time_s, "measuring": history.measuring_s},
-        training_all_s=history.training_all_s,
+        training_all_s=training_all_s(history),
         lead=lead_of_winner(history),
         adapter_check=history.adapter_check,
         refit_of="" if history.refit is None else history.refit.run,

@@ -10,6 +10,7 @@ from alto.runs import JobHistory, RunHistory
 from alto.runs.lead import ConfigurationHistory, lead_of_winner, repeated_configurations
 from alto.spec import LOSS, loss_scale
 from alto.views.tables import explain_failure
+from alto.views.wording import format_percent
 
 _MAX_NAMES = 3
 
@@ -43,7 +44,7 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
         notes.append(_tied_jobs_note(history, winner, tied))
     lead = lead_of_winner(history)
     if lead is not None and lead.metric == LOSS and lead.is_within_noise:
-        notes.append(_close_losses_note(winner, lead))
+        notes.append(_close_losses_note(history, winner, lead))
     if winner.exit_reason == ExitReason.UNDERPERFORMING:
         notes.append(_why_underperforming(history, winner))
     if winner.exit_reason == ExitReason.BUDGET:
@@ -109,12 +110,21 @@ def _spread(one: ConfigurationHistory) -> str:
     return f"{one.mean:.4g}{'' if math.isnan(one.deviation) else f' ± {one.deviation:.2g}'} over {seeds}"
 
 
-def _close_losses_note(winner: JobHistory, lead: Lead) -> str:
+def _close_losses_note(history: RunHistory, winner: JobHistory, lead: Lead) -> str:
     low, high = lead.interval
     return (
-        f"loss: {lead.num_rows} validation rows cannot separate {winner.job} from {lead.runner_up}: its loss is lower "
-        f"by {lead.difference:.2g}, with a 95 % interval from {low:.2g} to {high:.2g}."
+        f"loss: {lead.num_rows} validation rows cannot separate {winner.job} from {describe_runner_up(history, lead)}: "
+        f"its loss is lower by {lead.difference:.2g}, with a 95 % interval from {low:.2g} to {high:.2g}."
     )
+
+
+def describe_runner_up(history: RunHistory, lead: Lead) -> str:
+    """Return the name of the next best job, and the share of its steps at which it ended if the winner trained for
+    longer: ``job-004 (ended at 60 % of its steps)``."""
+    best, other = history.best, history.jobs.get(lead.runner_up)
+    if best is None or other is None or other.progress >= best.progress:
+        return lead.runner_up
+    return f"{lead.runner_up} (ended at {format_percent(other.progress)} of its steps)"
 
 
 def _why_underperforming(history: RunHistory, winner: JobHistory) -> str:

@@ -25,7 +25,7 @@ from rich.text import Text
 from alto.base import finite
 from alto.runs import JobHistory, JournalEntry, RunDir, RunHistory, RunStatus, Stage, events, read_history
 from alto.runs.history import Pace
-from alto.runs.progress import exit_totals, next_stop, outlook
+from alto.runs.progress import next_stop, outlook
 from alto.spec import LOSS
 from alto.views import wording
 from alto.views.choice import choice_notes
@@ -72,7 +72,7 @@ class _Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobGrid:
-    """Rows of the job table, drawn into the available width.
+    """Rows of the job table, drawn into the available width; in a file no wider than the rows.
 
     Attributes:
         settings: Short names of the configuration columns.
@@ -89,8 +89,16 @@ class JobGrid:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns, left_out = _fit(self._columns(), options.max_width)
+        notes = max((cell_len(note) for note in self.notes), default=0)
+        widths = [max(column.width, notes if column.priority[0] == NOTE else 0) for column in columns]
+        needed = sum(widths) + GAP * (len(widths) - 1)
         grid = Table(
-            box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim", expand=True
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+            header_style="dim",
+            width=options.max_width if console.is_terminal else min(needed, options.max_width),
         )
         for column in columns:
             is_note = column.priority[0] == NOTE
@@ -102,7 +110,7 @@ class JobGrid:
                 no_wrap=True,
                 overflow="ellipsis",
             )
-        if not any(column.priority[0] == NOTE for column in columns):
+        if console.is_terminal and not any(column.priority[0] == NOTE for column in columns):
             grid.add_column("", ratio=1)
         for index, row in enumerate(self._shown):
             grid.add_row(*(column.cells[index] for column in columns), style="bold green" if row.is_best else None)
@@ -392,8 +400,6 @@ def final_summary(
     if status is RunStatus.INTERRUPTED:
         rows = tuple(replace(row, outcome=status.value) if row.outcome == Stage.TRAINING else row for row in rows)
     state = "not finished" if status is RunStatus.RUNNING else status.value
-    totals = [total for total in exit_totals(history) if total.samples_saved]
-    saved = [f"{wording.clean(total.outcome)} {wording.format_percent(total.share)}" for total in totals]
     lines: list[RenderableType] = [
         Text.assemble((wording.clean(history.name), "bold"), f" {state} after {_wall_time(history)}"),
         *(Text(f"note: {note}", style="yellow") for note in run_notes(history)),
@@ -409,7 +415,7 @@ def final_summary(
         "",
         _best_line(table, history),
         *(Text(f"note: {wording.clean(note)}", style="yellow") for note in choice_notes(history)),
-        Text(f"{_samples(history)} ({', '.join(saved)})" if history.samples_saved else _samples(history)),
+        Text(_samples(history, with_reasons=True)),
         *map(Text, wording.describe_time(history)),
     ]
     if status is RunStatus.RUNNING and now is not None:
@@ -454,8 +460,9 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
     )
 
 
-def _samples(history: RunHistory) -> str:
-    return f"{wording.describe_samples_trained(history)}, {wording.describe_savings(history)}"
+def _samples(history: RunHistory, *, with_reasons: bool = False) -> str:
+    savings = wording.describe_savings(history, with_reasons=with_reasons)
+    return f"{wording.describe_samples_trained(history)}, {savings}"
 
 
 def watch_run(console: Console, run: RunDir, every_s: float) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from alto.records import AdapterCheck, FinalistScore, Rung
 from alto.runs import JobHistory, RunHistory
 from alto.runs.events import KernelsCompiled, MeasuringBegun, OutOfMemory, ProfileMeasured, RefitFact, TaskStarted
-from alto.runs.progress import Outlook
+from alto.runs.progress import Outlook, exit_totals, training_all_s
 from alto.spec import places_at
 
 # Canonical key -> name in a narrow column. The order is the order of the columns.
@@ -287,17 +287,26 @@ def describe_samples_trained(history: RunHistory) -> str:
     return f"{format_count(history.samples_trained)} of {format_count(history.samples_budgeted)} samples trained"
 
 
-def describe_savings(history: RunHistory) -> str:
-    """Describe what early exit saved and a budget cut off: ``60 % saved, 38 % cut off by the budget``."""
+def describe_savings(history: RunHistory, *, with_reasons: bool = False) -> str:
+    """Describe what early exit saved and a budget cut off: ``60 % saved, 38 % cut off by the budget``.
+
+    Args:
+        with_reasons: Whether to name how the jobs ended, with the share of each reason if there are several.
+    """
     saved = f"{format_percent(history.saved_share)} saved"
+    totals = [total for total in exit_totals(history) if total.samples_saved] if with_reasons else []
+    shares = [f" {format_percent(total.share)}" for total in totals] if len(totals) > 1 else [""]
+    if totals:
+        reasons = [f"{clean(total.outcome)}{share}" for total, share in zip(totals, shares, strict=True)]
+        saved += f" by early exit ({', '.join(reasons)})"
     if not history.samples_cut_off:
         return saved
     return f"{saved}, {format_percent(history.samples_cut_off / history.samples_budgeted)} cut off by the budget"
 
 
 def describe_time(history: RunHistory) -> list[str]:
-    """Describe how the time of a run was spent, and how long training all jobs would take; unknown values are left
-    out."""
+    """Describe how the time of a run was spent, and how long training all jobs would take, see
+    :func:`alto.runs.progress.training_all_s`; unknown values are left out."""
     total_s = history.duration_s + history.measuring_s
     if not history.time_s or not total_s:
         return []
@@ -306,12 +315,13 @@ def describe_time(history: RunHistory) -> list[str]:
     by_word = {word: spent.get(name, 0.0) / total_s for name, word in words.items()}
     by_word["other"] = max(0.0, 1.0 - sum(by_word.values()))
     shares = ", ".join(f"{word} {format_percent(share)}" for word, share in by_word.items() if share >= 0.0005)
-    whole_s = history.training_all_s
+    whole_s = training_all_s(history)
     if whole_s is None or history.samples_trained == history.samples_budgeted:
         return [f"time: {shares}"]
+    without = "further evaluations or measuring" if history.measuring_s else "further evaluations"
     return [
         f"time: {shares}",
-        f"training all jobs to their ends would take about {format_duration(whole_s)}, evaluations not counted",
+        f"training all jobs to their ends would take about {format_duration(whole_s)}, without {without}",
     ]
 
 
