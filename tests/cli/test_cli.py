@@ -228,8 +228,11 @@ def test_a_file_gets_all_columns_of_the_table(interrupted: Path, monkeypatch: py
 
 
 def test_lines_in_a_file_have_no_spaces_at_their_ends(
-    small_run: list[dict[str, Any]], write_run: Callable[[list[dict[str, Any]]], Path]
+    small_run: list[dict[str, Any]],
+    write_run: Callable[[list[dict[str, Any]]], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     run = write_run(small_run)
     (run / "task.yaml").write_text("", encoding="utf-8")
     shown = invoke("show", run).stdout

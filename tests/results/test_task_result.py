@@ -59,6 +59,7 @@ def test_printed_it_is_its_table_of_jobs_and_its_representation_is_a_line(
     lines = str(result).splitlines()
     assert max(map(len, lines)) <= 100
     assert "\x1b" not in str(result)
+    assert not [line for line in lines if line.endswith(" ")]
     assert [line.split()[1] for line in lines if line.startswith("★")] == [result.best_job]
     assert sum(job.job in str(result) for job in result.job_results) == 4
     assert repr(result) == (
