@@ -174,7 +174,7 @@ def test_what_a_run_took_and_saved_is_what_training_all_jobs_takes(small_run, wr
     assert training_all_s(history) == pytest.approx(24.0 + 23.0)
     assert hours.whole_h == pytest.approx(hours.spent_h + hours.saved_h) == pytest.approx(47 / 3600)
     text = page_of(write_run(small_run)).text
-    assert "Training all jobs to their ends would take about 47 s, without further evaluations" in text
+    assert "Training all jobs to their ends: about 47 s, without further evaluations" in text
     assert "0.0131" in text.split("Every job to its end, at this run's pace and without further evaluations")[1][:20]
 
 
