@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import html
 import importlib
 import io
@@ -216,6 +217,26 @@ def test_a_classifier_has_accuracy_f1_and_a_table_of_its_confusions(
     assert capsys.readouterr().out.strip() in names
 
 
+def test_predicted_labels_of_texts_without_labels_are_saved_as_a_table(tmp_path: Path) -> None:
+    run = labelled_run(tmp_path, ["dull", "warm"], "classification")
+    texts, lines, table = tmp_path / "new.csv", tmp_path / "new.jsonl", tmp_path / "labels.csv"
+    texts.write_text('text,id\n"Film 1, which was dull.",a\nFilm 2 was warm.,b\n', encoding="utf-8")
+    done = invoke(run, "--dataset", texts, "--save-predictions", table)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines() == [f"{texts}, 2 rows", f"predictions: {table}"]
+    assert "the rows have no labels, so labels are predicted and nothing is measured" in done.stderr
+    assert invoke(run, "--dataset", texts, "--save-predictions", lines).exit_code == 0
+    predicted = predictions_in(lines)
+    assert [set(line) for line in predicted] == [{"row", "text", "predictions"}] * 2
+    with table.open(encoding="utf-8", newline="") as file:
+        assert list(csv.DictReader(file)) == [
+            {"text": line["text"], **{name: str(value) for name, value in line["predictions"]["best"].items()}}
+            for line in predicted
+        ]
+    done = invoke(run, "--dataset", texts, "--save-predictions", table, "--json")
+    assert json.loads(done.stdout)["adapters"][0]["evaluation"]["loss"] is None
+
+
 @pytest.mark.parametrize("is_constant", [False, True])
 def test_a_regressor_has_its_squared_error_and_rank_correlation(is_constant: bool, tmp_path: Path) -> None:
     run = labelled_run(tmp_path, [0.5, 0.5] if is_constant else [0.0, 1.0, 2.5], "regression")
@@ -243,6 +264,21 @@ def test_json_is_strict_json_and_nothing_else(run: Path) -> None:
     assert [facts["baseline"], best["evaluation"]] == evaluations(run / "best")
     assert best["evaluation"]["num_rows"] == 2
     assert "predictions" not in facts
+
+
+def test_a_table_of_answers_has_a_line_for_every_row_and_model(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "answers.csv"
+    done = invoke(run, "--save-predictions", path, "--metric", "exact_match", "--limit", "2", *FAST)
+    assert done.exit_code == 0, done.output
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["weights"], line["reference"]) for line in lines] == [
+        ("best", "#### 1"),
+        ("best", "#### 2"),
+        ("base", "#### 1"),
+        ("base", "#### 2"),
+    ]
+    assert list(lines[0]) == ["weights", "prompt", "reference", "text", "extracted", "score"]
 
 
 def predictions_in(path: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification
 
 import alto
 from alto.backbone import resolve_model
-from alto.errors import AltoError, BadRowsError, RunError, SpecError
+from alto.errors import AltoError, BadRowsError, DataError, RunError, SpecError
 from alto.evaluation.loss import label_metrics
 from alto.records import Evaluation
 from alto.runs import read_history
@@ -233,6 +233,42 @@ def test_predictions_are_the_label_of_every_row_and_its_probability(trained: tup
                 assert one.label == tuple(name for name in names if name in row["label"])
                 assert one.predicted == tuple(name for name, value in zip(names, logit, strict=True) if value > 0)
                 assert one.probability == pytest.approx(tuple(1 / (1 + np.exp(-logit[logit > 0]))), rel=1e-3)
+
+
+@pytest.mark.parametrize("is_in_run", [True, False])
+@pytest.mark.parametrize("column", ["absent", "empty"])
+def test_texts_without_labels_have_the_same_predictions_and_no_scores(
+    column: str, is_in_run: bool, trained: tuple[str, Path], tmp_path: Path
+) -> None:
+    kind, run = trained
+    target = run if is_in_run else Path(shutil.copytree(run / "best", tmp_path / "alone"))
+    folder = run / "best" if is_in_run else target
+    rows = rows_of(kind, 12, 4)
+    expected = alto.Engine().evaluate(target, dataset=write(tmp_path / "test.jsonl", rows), predictions=True)
+    before = (folder / "metrics.json").read_bytes()
+    texts: list[Row] = [{"text": row["text"], **({"label": None} if column == "empty" else {})} for row in rows]
+    file = write(tmp_path / "texts.jsonl", texts)
+    found = alto.Engine().evaluate(target, dataset=file, predictions=True)
+    assert found.label_predictions == tuple(replace(one, label=None) for one in expected.label_predictions)
+    assert len(found.label_predictions) == len(rows)
+    (evaluation,) = (one.evaluation for one in found.adapters)
+    assert evaluation.num_rows == len(rows)
+    for name in ("loss", "accuracy", "macro_f1", "label_f1", "confusion", "mse", "spearman"):
+        assert getattr(evaluation, name) is None
+    assert found.notes == (f"{file}: the rows have no labels, so labels are predicted and nothing is measured.",)
+    assert (folder / "metrics.json").read_bytes() == before
+    with pytest.raises(DataError, match=r"found no label in .*texts\.jsonl; .* with --save-predictions FILE"):
+        evaluate(target, dataset=file)
+    some = write(tmp_path / "some.jsonl", [rows[0], {"text": "A film.", "label": None}])
+    with pytest.raises(BadRowsError, match=r"some\.jsonl:2: expected label to be a label"):
+        alto.Engine().evaluate(target, dataset=some, predictions=True)
+
+
+def test_texts_without_labels_need_the_column_of_the_text(classifier: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "texts.jsonl", [{"body": "A film."}])
+    message = r"expected the columns of a form: text_classification \(text\) .* such as \{text: <its column>\}"
+    with pytest.raises(DataError, match=message):
+        alto.Engine().evaluate(classifier.parent, dataset=file, predictions=True)
 
 
 def test_a_label_that_no_row_has_counts_as_in_training() -> None:

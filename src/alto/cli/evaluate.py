@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,8 +89,9 @@ def evaluate(
         typer.Option(
             "--save-predictions",
             metavar="FILE",
-            help="Generate an answer to every row, also with the base model, and write them to FILE (one JSON line "
-            "per row); for classification and regression, write the predicted labels.",
+            help="Generate an answer to every row, also with the base model, and write them to FILE: a table if it "
+            "ends in .csv, else one JSON line per row. For classification and regression, write the predicted labels; "
+            "the rows need no labels.",
             callback=reachable,
         ),
     ] = None,
@@ -132,7 +135,11 @@ def evaluate(
         return
     first = result.adapters[0]
     console.print(Text(f"{first.evaluation.dataset}, {first.evaluation.num_rows} rows"), soft_wrap=True)
-    console.print(_table(result))
+    table = _table(result)
+    if len(table.columns) == 1:  # nothing is measured, as a note says
+        console.print(f"predictions: {save_predictions}", soft_wrap=True, highlight=False, markup=False)
+        return
+    console.print(table)
     for evaluated in result.adapters:
         _print_labels(console, evaluated, is_named=len(result.adapters) > 1)
     if len(result.adapters) == 1:
@@ -186,12 +193,46 @@ def _progress(console: Console, *, silent: bool) -> Iterator[Callable[[str, int,
 
 
 def _write(path: Path, result: EvaluationResult) -> None:
-    """Write one line per row, with the answers of all adapters and the base model, or with the predicted labels."""
+    """Write the answers of all adapters and the base model, or the predicted labels: a table if ``path`` ends in
+    ``.csv``, else one JSON line per row."""
+    text = _csv_table(result) if path.suffix.lower() == ".csv" else _json_lines(result)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunWriteError(
+            f"save-predictions: expected a writable file, found {path} ({error.strerror}); choose a different file. "
+            "Measured scores are in metrics.json"
+        ) from error
+
+
+def _csv_table(result: EvaluationResult) -> str:
+    """Return a line for every row; for every row and adapter, with its name, if there are several."""
+    lines: list[dict[str, Any]] = [
+        {"weights": one.weights, "text": one.text, "label": _cell(one.predicted), "probability": _cell(one.probability)}
+        for one in result.label_predictions
+    ] + [
+        {"weights": one.weights, "prompt": one.prompt, "reference": one.reference, "text": one.generated, **_score(one)}
+        for one in result.predictions
+    ]
+    is_named = len({line["weights"] for line in lines}) > 1
+    written = io.StringIO()
+    names = list(dict.fromkeys(name for line in lines for name in line))[not is_named :]
+    table = csv.DictWriter(written, names, extrasaction="ignore", lineterminator="\n")
+    table.writeheader()
+    table.writerows(lines)
+    return written.getvalue()
+
+
+def _cell(value: object) -> object:
+    """Return the content of a cell: a list is written as JSON."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, tuple) else value
+
+
+def _json_lines(result: EvaluationResult) -> str:
     rows: dict[int, dict[str, Any]] = {}
     for found in result.label_predictions:
-        line = rows.setdefault(
-            found.row, {"row": found.row, "text": found.text, "label": found.label, "predictions": {}}
-        )
+        label = {} if found.label is None else {"label": found.label}
+        line = rows.setdefault(found.row, {"row": found.row, "text": found.text, **label, "predictions": {}})
         chance = {} if found.probability is None else {"probability": found.probability}
         line["predictions"][found.weights] = {"label": found.predicted, **chance}
     for one in result.predictions:
@@ -199,15 +240,7 @@ def _write(path: Path, result: EvaluationResult) -> None:
             one.row, {"row": one.row, "prompt": one.prompt, "reference": one.reference, "predictions": {}}
         )
         line["predictions"][one.weights] = {"text": one.generated, **_score(one)}
-    try:
-        path.write_text(
-            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in rows.values()), encoding="utf-8"
-        )
-    except OSError as error:
-        raise RunWriteError(
-            f"save-predictions: expected a writable file, found {path} ({error.strerror}); choose a different file. "
-            "The scores are in metrics.json"
-        ) from error
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in rows.values())
 
 
 def _score(prediction: Prediction) -> dict[str, Any]:

@@ -274,8 +274,8 @@ def to_pair(row: RawRow, layout: Layout) -> Pair:
     return Pair(chosen=chosen, rejected=rejected)
 
 
-def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> LabelledText:
-    """Convert one row into its text, texts or turns, with the label.
+def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader | None) -> LabelledText:
+    """Convert one row into its text, texts or turns, with the label; without ``labels``, rows have none.
 
     Raises:
         RowError: The row could not be read; a column does not hold what the form needs; a text is empty; or the label
@@ -294,7 +294,7 @@ def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> Labell
     if any(not one.strip() for one in texts):
         raise fields.wrong("a text that is not empty", texts, FaultKind.EMPTY_REPLY)
     try:
-        label = labels.read(fields.get("label"))
+        label = None if labels is None else labels.read(fields.get("label"))
     except LabelError as error:
         raise fields.wrong(f"{fields.column('label')} to be {error}", fields.get("label"), error.kind) from None
     return LabelledText(text, texts[1] if len(texts) > 1 else None, label, row.where)
@@ -303,6 +303,13 @@ def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> Labell
 def label_of(row: RawRow, layout: Layout) -> object:
     """Return the value of a row in the label column; None if it has none."""
     return _Fields(row, layout).get("label")
+
+
+def have_labels(rows: Sequence[RawRow], columns: Mapping[str, str]) -> bool:
+    """Return whether a row has a value in its label column; also true if no row could be read."""
+    names = (columns["label"],) if "label" in columns else ("label", "labels")
+    readable = [row for row in rows if row.fault is None]
+    return not readable or any(not _is_missing(row.values.get(name)) for row in readable for name in names)
 
 
 def _checked(row: RawRow, layout: Layout) -> RawRow:

@@ -229,7 +229,7 @@ class RowWriter:
             targets=tuple(targets for _, targets, *_ in self._rows),
             spans=tuple(spans for _, _, spans, *_ in self._rows),
             labels=labels if is_labelled else None,
-            classes=None if facts.get("label_set") is None else labels,
+            classes=None if facts.get("label_set") is None or None in labels else labels,
             columns=columns if any(columns) else None,
             **facts,
         )
@@ -272,7 +272,7 @@ class EncodedDataset:
         spans: The sequences of every row; by default one each.
         sources: Name and number of rows of every source of a mixture, in the order of the rows.
         labels: Whether the reply of each row is desirable; None if replies have no labels.
-        classes: The class label of each row; None if the rows are not labelled texts.
+        classes: The class label of each row; None if the rows are not labelled texts, or have no labels.
         label_set: All labels; None if the rows are not labelled texts.
         columns: The other columns of every row, for reward functions: each the text of a JSON object, or empty. None
             if they are not kept.

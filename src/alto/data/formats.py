@@ -178,6 +178,7 @@ def find_layout(
     is_paired: bool | None = None,
     is_labelled: bool = False,
     is_classified: bool = False,
+    is_unlabelled: bool = False,
 ) -> Layout:
     """Find the layout that fits most rows; the other rows have a fault (:meth:`Layout.misfit`).
 
@@ -188,13 +189,16 @@ def find_layout(
         is_paired: Whether to use the columns of pairs if a dataset has columns of both kinds; None means no preference.
         is_labelled: Whether only labelled replies and pairs are accepted; if a dataset has both, the replies are used.
         is_classified: Whether only labelled texts are accepted.
+        is_unlabelled: Whether these texts come without the column of the label.
 
     Raises:
         DataFormatError: No layout fits any row, or several fit the same number of rows and all fit the first of these.
     """
+    without = "label" if is_unlabelled else ""
+    columns = {role: column for role, column in columns.items() if role != without}
     candidates = [
         layout
-        for layout in _candidates(form, columns)
+        for layout in _candidates(form, columns, without)
         if layout.is_classified == is_classified
         and (layout.is_labelled or layout.is_paired if is_labelled else form != "auto" or not layout.is_labelled)
     ]
@@ -278,7 +282,8 @@ def _check_columns(rows: Collection[RawRow], columns: Mapping[str, str]) -> None
             )
 
 
-def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
+def _candidates(form: str, columns: Mapping[str, str], without: str = "") -> list[Layout]:
+    """Return the layouts of ``form`` with the roles in ``columns``, and without the role ``without``."""
     wanted = "messages" if form == "sharegpt" else form
     layouts = []
     for name, required in _REQUIRED:
@@ -287,7 +292,10 @@ def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
             continue  # the task names only one text
         if wanted in (name if name in _NAMED_FORMS else "auto", name) and roles.issuperset(columns):
             layouts.append(
-                Layout(form=name, columns=tuple((role, columns.get(role, usual)) for role, usual in required))
+                Layout(
+                    form=name,
+                    columns=tuple((role, columns.get(role, usual)) for role, usual in required if role != without),
+                )
             )
     return list(dict.fromkeys(layouts))
 
@@ -334,8 +342,9 @@ def _shape(rows: Sequence[RawRow], column: str) -> str:
 def _no_form(row: RawRow, candidates: Sequence[Layout], form: str) -> DataFormatError:
     what = "the columns of a form" if form == "auto" else f"the columns of the form {form}"
     is_paired = all(layout.is_paired for layout in candidates)
-    roles = ("prompt", "chosen", "rejected") if is_paired else ("prompt", "completion")
-    roles = ("text", "label") if candidates[0].is_classified else roles
+    roles: tuple[str, ...] = ("prompt", "chosen", "rejected") if is_paired else ("prompt", "completion")
+    if candidates[0].is_classified:
+        roles = ("text", "label") if candidates[0].column("label") else ("text",)
     example = ", ".join(f"{role}: <its column>" for role in roles)
     by_form: dict[str, list[Layout]] = {}
     for layout in candidates:

@@ -137,11 +137,12 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class LabelledText:
-    """One text, two texts or a conversation, with a label; ``where`` is the file and line of the row, for messages."""
+    """One text, two texts or a conversation, with a label, or without one (None) if it is only to be predicted;
+    ``where`` is the file and line of the row, for messages."""
 
     text: str | Conversation
     text_pair: str | None
-    label: RowLabel
+    label: RowLabel | None
     where: str = field(default="", compare=False)
 
 

@@ -19,6 +19,7 @@ from alto.base import cache_home, replace_file
 from alto.data.convert import (
     LabelReader,
     find_labels,
+    have_labels,
     label_of,
     to_conversation,
     to_labelled,
@@ -289,6 +290,7 @@ class _Reader:
         *,
         is_paired: bool | None = None,
         labels: LabelReader | None = None,
+        is_unlabelled: bool = False,
     ) -> _Converted:
         """Return converted rows of ``source``; their form is the task's, or else that of the dataset's preset.
 
@@ -299,6 +301,7 @@ class _Reader:
             is_paired: Whether the rows have to be pairs. None accepts both kinds, and prefers the kind that the task's
                 method needs.
             labels: The labels that texts may have; None allows all labels of the rows.
+            is_unlabelled: Whether the texts have no labels, though the task's method learns labels.
 
         Raises:
             BadRowsError: Rows cannot be used and bad rows are not skipped, or no row can be used.
@@ -312,8 +315,8 @@ class _Reader:
                 faults.add(row.where, row.fault)
             faults.settle(len(rows), keys.on_bad_row)
         entry = find_method(self.task.method).entry
-        layout = self._layout_of(rows, source, keys, key, is_paired)
-        if layout.is_classified and labels is None:
+        layout = self._layout_of(rows, source, keys, key, is_paired, is_unlabelled)
+        if layout.is_classified and labels is None and not is_unlabelled:
             values = [label_of(row, layout) for row in rows if row.fault is None]
             labels = find_labels(values, keys, entry.problem_types, key)
         convert = _converter(layout, labels, is_labelled=entry.is_labelled)
@@ -343,11 +346,11 @@ class _Reader:
         )
 
     def _layout_of(
-        self, rows: Sequence[RawRow], source: Source, keys: DataKeys, key: str, is_paired: bool | None
+        self, rows: Sequence[RawRow], source: Source, keys: DataKeys, key: str, paired: bool | None, unlabelled: bool
     ) -> Layout:
         form = source.form if keys.dataset_format == "auto" and not keys.columns else keys.dataset_format
         entry = find_method(self.task.method).entry
-        meant = entry.is_paired if is_paired is None else is_paired
+        meant = entry.is_paired if paired is None else paired
         layout = find_layout(
             rows,
             form,
@@ -355,8 +358,9 @@ class _Reader:
             is_paired=None if entry.is_labelled else meant,
             is_labelled=entry.is_labelled,
             is_classified=bool(entry.problem_types),
+            is_unlabelled=unlabelled,
         )
-        if not entry.is_labelled and is_paired is not None and layout.is_paired != is_paired:
+        if not entry.is_labelled and paired is not None and layout.is_paired != paired:
             raise _wrong_kind(layout, self.task.method, key)
         return layout
 
@@ -388,7 +392,7 @@ def _argument_columns(rows: Sequence[RawRow], layout: Layout, key: str) -> tuple
 
 
 def _converter(layout: Layout, labels: LabelReader | None, *, is_labelled: bool) -> Callable[[RawRow, Layout], Row]:
-    if labels is not None:
+    if layout.is_classified:
         return partial(to_labelled_text, labels=labels)
     if layout.is_paired:
         return to_pair
@@ -536,15 +540,16 @@ class HeldoutRows:
     own: TaskRows | None = None
 
 
-def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
+def read_heldout_rows(task: Task, dataset: str | None, *, needs_labels: bool = True) -> HeldoutRows:
     """Read rows to evaluate a finished adapter on; if possible, rows that were not used for training or selection.
 
     Args:
         dataset: A file, a preset or a hub dataset, whose test split is used if it has one. None uses the task's test
             rows; if it sets none, the test split of its dataset; if there is none, the task's validation rows.
+        needs_labels: Whether to refuse texts without labels if the task's method learns labels.
 
     Raises:
-        DataError: See :func:`open_source`, :meth:`TaskSources.read`.
+        DataError: See :func:`open_source`, :meth:`TaskSources.read`; or labels are needed and no row has one.
     """
     if dataset is None and (task.sources or task.test_dataset is not None or task.test_split is not None):
         return _own_heldout_rows(task)
@@ -553,7 +558,14 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
     if splits.test is None and dataset is None:
         return _own_heldout_rows(task)
     reader = _Reader(task, open_source, MEMORY)
-    found = reader.converted(splits.train if splits.test is None else splits.test, source, task, "dataset")
+    rows = splits.train if splits.test is None else splits.test
+    is_unlabelled = bool(find_method(task.method).entry.problem_types) and not have_labels(rows, task.columns)
+    if is_unlabelled and needs_labels:
+        raise DataError(
+            f"dataset: expected rows with labels to measure on, found no label in {dataset or task.dataset_name}; "
+            "predict the labels with --save-predictions FILE (in Python: predictions=True), or name rows with labels"
+        )
+    found = reader.converted(rows, source, task, "dataset", is_unlabelled=is_unlabelled)
     name = (dataset or task.dataset_name) + ("" if splits.test is None else " (test split)")
     name += "".join(f" ({bad.num_bad:,} bad rows left out)" for bad in found.bad_rows)
     return _held_out(task, name, reader.learned(found.rows), task.max_length or source.max_length)

@@ -268,7 +268,8 @@ class Engine:
         on_progress: OnProgress | None = None,
     ) -> EvaluationResult:
         """Measure adapters of one base model together on held-out rows; write the scores to the ``metrics.json`` of
-        each adapter and to the reports of their runs.
+        each adapter and to the reports of their runs. If texts have no labels, an adapter with a classification head
+        only predicts them: with ``predictions``, all scores are None and nothing is written.
 
         Args:
             targets: One or several run directories (their best adapters are measured) or folders of LoRA adapters.

@@ -13,7 +13,7 @@ import torch
 from alto.artifacts import Rows, Winner
 from alto.backbone import base_fingerprint, limits_of, load_config, load_tokenizer
 from alto.base import read_json
-from alto.data import HeldoutRows, digest_of, read_heldout_rows, read_task_rows
+from alto.data import HeldoutRows, LabelledText, digest_of, read_heldout_rows, read_task_rows
 from alto.errors import ModelNotFoundError, RunError, RunNotFoundError, SpecError, UnsupportedError
 from alto.evaluation import (
     EvaluationSettings,
@@ -311,7 +311,7 @@ def evaluate_adapters(
     is_rewarded = bool(target.run_dirs and task.reward_funcs) and settings.metric == "auto"
     if is_rewarded:
         settings = _for_rewards(settings, target, trust_remote_code=trust_remote_code)
-    rows = read_heldout_rows(task, dataset)
+    rows = read_heldout_rows(task, dataset, needs_labels=not settings.predictions)
     with contextlib.ExitStack() as stack:
         rewards = None
         if is_rewarded:  # last, because functions start processes
@@ -328,6 +328,9 @@ def evaluate_adapters(
             rewards=rewards,
             on_progress=on_progress,
         )
+    if any(isinstance(row, LabelledText) and row.label is None for row in rows.rows):
+        note = f"{rows.name}: the rows have no labels, so labels are predicted and nothing is measured."
+        return replace(result, notes=(note,))
     result = replace(result, notes=_row_notes(rows, target.run_dirs, target.base_model))
     baseline_found = [] if result.baseline is None else [result.baseline]
     for evaluated in result.adapters:

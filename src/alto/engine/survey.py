@@ -58,6 +58,7 @@ def _counts(rows: Iterable[Row], labels: LabelSet) -> Counter[str]:
     counts = Counter(dict.fromkeys(labels.names, 0))
     for row in rows:
         assert isinstance(row, LabelledText)
+        assert row.label is not None, "a task's rows have labels"
         value = labels.value_of(row.label)
         counts.update(map(str, value) if isinstance(value, tuple) else [str(value)])
     return counts

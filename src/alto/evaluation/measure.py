@@ -90,7 +90,7 @@ def label_predictions_of(
     """Return the predicted label of every row.
 
     Args:
-        rows: Labelled texts.
+        rows: Texts, with or without their labels.
         weights: Name of the adapter that the logits are from.
     """
     found = []
@@ -107,7 +107,7 @@ def label_predictions_of(
                 weights=weights,
                 row=number,
                 text=text,
-                label=labels.value_of(row.label),
+                label=None if row.label is None else labels.value_of(row.label),
                 predicted=labels.value_of(predicted),
                 probability=probability,
             )
@@ -378,7 +378,7 @@ class _Bench:
             heads = [adapter.weights.extras[HEAD] for adapter in self.adapters.values()]
             with self._pass("labels", self.names, backbone, dataset, max_tokens_per_pass) as heldout:
                 logits = heldout.logits(heads)
-            of_labels = [label_metrics(logits_QK, dataset) for logits_QK in logits]
+            of_labels = [label_metrics(logits_QK, dataset) for logits_QK in logits if dataset.classes is not None]
             if self.settings.predictions:
                 for name, logits_QK in zip(self.names, logits, strict=True):
                     predicted += label_predictions_of(rows.rows, logits_QK, rows.labels, backbone.tokenizer, name)

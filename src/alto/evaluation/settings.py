@@ -30,7 +30,7 @@ class EvaluationSettings:
         limit: Number of rows to use, from the first; None uses all.
         baseline: Also measure the base model without an adapter.
         predictions: Generate an answer to every row, with the base model too, even if no metric needs it. Adapters with
-            a classification head return the predicted label of every row instead.
+            a classification head return the predicted label of every row instead, for texts without labels, too.
         backend: The engine that generates answers: ``alto``, or ``vllm``, which can measure nothing else.
 
     Raises:

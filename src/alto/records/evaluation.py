@@ -131,7 +131,7 @@ class LabelPrediction:
         row: Number of the row among the rows used, from 1.
         text: The row's text; two texts are separated by a line break, and a conversation is written by the chat
             template.
-        label: The row's own label.
+        label: The row's own label; None if it has none.
         predicted: The predicted label.
         probability: Probability of the predicted label, or of each predicted label if rows have several; None for a
             regression.
@@ -140,7 +140,7 @@ class LabelPrediction:
     weights: str
     row: int
     text: str
-    label: LabelValue
+    label: LabelValue | None
     predicted: LabelValue
     probability: float | tuple[float, ...] | None
 
