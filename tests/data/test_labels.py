@@ -161,7 +161,19 @@ def test_a_conversation_is_written_by_the_chat_template(tmp_path: Path) -> None:
     found = read(tmp_path, [{"messages": turns, "label": name} for name in ("a", "b")]).encode(tokenizer)
     expected = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True)["input_ids"]
     assert found.train.input_ids[0].tolist() == expected
-    assert found.notes[0].startswith("Labels and their training rows: ")
+    assert found.notes[0].startswith("Labels and their training and validation rows: ")
+
+
+def test_a_note_counts_the_rows_of_each_label_and_names_labels_with_few_validation_rows(tmp_path: Path) -> None:
+    validation = tmp_path / "validation.jsonl"
+    labels = ["a"] * 12 + ["b"] * 10 + ["c"] * 9
+    validation.write_text("".join(json.dumps(row) + "\n" for row in rows_of(*labels)), encoding="utf-8")
+    rows = rows_of("a", "a", "b", "c", "d")
+    other = {"validation_split": None, "validation_dataset": str(validation)}
+    found = read(tmp_path, rows, **other).encode(load_tokenizer())
+    counts = "Labels and their training and validation rows: a (2 and 12), b (1 and 10), c (1 and 9), d (1 and 0)."
+    assert found.notes[0] == f"{counts} F1 rests on fewer than ten validation rows for c."
+    assert found.notes[1] == "No validation row has the label d."
 
 
 def test_labels_of_large_data_are_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

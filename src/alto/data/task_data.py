@@ -57,7 +57,8 @@ def mixture_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str
 
 
 def label_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
-    """Return notices about the labels of texts: how many rows have each label, and which labels no row has.
+    """Return notices about the labels of texts: how many rows have each label, which labels have few validation rows,
+    and which labels no row has.
 
     For a regression, they name the outputs that are equal in all rows. Empty for rows without labels."""
     if train.label_set is None:
@@ -65,9 +66,12 @@ def label_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
     if train.label_set.problem_type == "regression":
         return _number_notes(train, validation)
     counts, of_validation = _label_counts(train), _label_counts(validation)
-    shown = [f"{quoted(name)[1:-1]} ({counts[name]:,})" for name in train.label_set.names[:_MAX_LABELS]]
-    more = len(train.label_set.names) - len(shown)
-    notes = [f"Labels and their training rows: {', '.join(shown)}{f' and {more:,} more' if more else ''}."]
+    names = train.label_set.names
+    shown = [f"{quoted(name)[1:-1]} ({counts[name]:,} and {of_validation[name]:,})" for name in names[:_MAX_LABELS]]
+    more = f" and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""
+    few = [name for name in names if 0 < of_validation[name] < FEW_ROWS]
+    rests = f" F1 rests on fewer than ten validation rows for {listed(few)}." if few else ""
+    notes = [f"Labels and their training and validation rows: {', '.join(shown)}{more}.{rests}"]
     for what, found in (("training", counts), ("validation", of_validation)):
         absent = [name for name in train.label_set.names if not found[name]]
         if absent:
