@@ -62,9 +62,9 @@ def test_the_metrics_on_test_rows_are_beside_their_loss(preference_run, tmp_path
     best = next(one for one in preference_run if (one["event"], one.get("job"), one.get("step")) == ("eval", "c", 10))
     best |= {"test_loss": 0.7, "test_metrics": {"reward_accuracy": 0.5, "kl": 0.1}}
     message = "0.7000, reward accuracy 50 %"
-    assert f"best by reward accuracy: c with validation loss 0.6000 (test {message})" in "\n".join(
-        screen(preference_run)
-    )
+    shown = " ".join("\n".join(screen(preference_run)).split())
+    assert "best by reward accuracy: c with validation loss 0.6000, reward accuracy" in shown
+    assert f"(lr 3e-4); test loss {message}" in shown
     history, lines = RunHistory.of(entries(preference_run)), io.StringIO()
     with PlainView(lines) as view:
         for entry in entries(preference_run):
@@ -73,7 +73,7 @@ def test_the_metrics_on_test_rows_are_beside_their_loss(preference_run, tmp_path
     assert f"(test {message})" in result_html(history, str(tmp_path))
     assert f"; {message} on test rows" in report_page(tmp_path, history).replace("\N{NO-BREAK SPACE}", " ")
     del best["test_metrics"]
-    assert "(test 0.7000)" in "\n".join(screen(preference_run)), "a journal without metrics"
+    assert "; test loss 0.7000 " in " ".join("\n".join(screen(preference_run)).split()), "a journal without metrics"
 
 
 def test_live_screen_tells_the_state(small_run):

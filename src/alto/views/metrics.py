@@ -52,8 +52,8 @@ def shown_metrics(history: RunHistory) -> tuple[str, ...]:
 
 
 def metric_name(metric: str) -> str:
-    """Return the name in words: ``reward accuracy`` for ``reward_accuracy``."""
-    return clean(metric.replace("_", " "))
+    """Return the name in words: ``reward accuracy`` for ``reward_accuracy``, ``macro F1`` for ``macro_f1``."""
+    return clean(metric.replace("_", " ").replace(" f1", " F1"))
 
 
 def short_metric(metric: str) -> str:
@@ -90,7 +90,7 @@ def describe_metrics(metrics: Mapping[str, float], names: tuple[str, ...]) -> st
 
 
 def describe_test(history: RunHistory, job: JobHistory) -> str:
-    """Return loss and metrics on the test rows, such as ``0.3969, accuracy 83 %, macro f1 0.8301``; empty without test
+    """Return loss and metrics on the test rows, such as ``0.3969, accuracy 83 %, macro F1 0.8301``; empty without test
     rows."""
     if job.best_test_loss is None:
         return ""

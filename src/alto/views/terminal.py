@@ -452,9 +452,9 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
         f"{label}{by}: ",
         (best.job, "bold green"),
         f" with validation loss {wording.format_loss(best.history.best_validation_loss)}",
-        f" (test {test})" if test else "",
         f", {metrics}" if metrics else "",
         (f" ({best.label})" if best.label else "", "dim"),
+        f"; test loss {test}" if test else "",
         chosen,
         overflow="fold",
     )
