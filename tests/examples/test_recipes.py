@@ -130,7 +130,7 @@ def test_a_command_exists_with_its_options(name: str, line: str) -> None:
         result = CliRunner().invoke(app, [*words[1:], "--help"])
         assert result.exit_code == 0, result.output
     else:
-        assert words[0] in ("vllm", "ollama", "curl", "pip"), "a program that this test does not know"
+        assert words[0] in ("vllm", "transformers", "ollama", "curl", "pip"), "a program that this test does not know"
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_the_metrics_on_test_rows_are_beside_their_loss(preference_run, tmp_path
             view.observe(entry)
     assert f", test loss {message};" in lines.getvalue().splitlines()[-1]
     assert f"(test {message})" in result_html(history, str(tmp_path))
-    assert f"; {message} on test rows" in report_page(tmp_path, history).replace("\N{NO-BREAK SPACE}", " ")
+    assert f"; {message} on the test rows" in report_page(tmp_path, history).replace("\N{NO-BREAK SPACE}", " ")
     del best["test_metrics"]
     assert "; test loss 0.7000 " in " ".join("\n".join(screen(preference_run)).split()), "a journal without metrics"
 

@@ -202,7 +202,7 @@ LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pyp
         """Describe how the adapter was chosen, and its losses."""
         best = _best(result)
         chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
-        tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which were not used to choose"
+        tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on the test rows"
         if result.refit_of:
             return (
                 f"the refit of\n`{Path(result.refit_of).name}`, whose winner was trained on all rows for "

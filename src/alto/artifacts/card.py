@@ -98,6 +98,7 @@ class ModelUse:
                 tokenizer, classes = "...  # the tokenizer that ALTO was given with it; put it here", ""
         lines = [
             f"tokenizer = {tokenizer}",
+            *(["# a warning that score.weight is MISSING is expected: the adapter brings it"] if settings else []),
             f"base = {base}",
             "model = PeftModel.from_pretrained(base, folder).eval()",
         ]
