@@ -76,7 +76,9 @@ def test_every_system_of_every_piece_is_measured(folder: Path) -> None:
 def test_every_job_of_the_recordings_came_to_its_end(folder: Path) -> None:
     for name, size in SCALES["smoke"].sweeps.items():
         recording = Recording.read(folder / "real-smoke.pieces" / f"real-{name}.json.gz")
-        assert len(recording.jobs) == len(size.learning_rates) * len(size.ranks) * len(size.batch_sizes)
+        ranks = SCALES["smoke"].all_ranks.get(name, size.ranks)
+        assert {job.config["r"] for job in recording.jobs} == set(ranks)
+        assert len(recording.jobs) == len(size.learning_rates) * len(ranks) * len(size.batch_sizes)
         assert all(len(job.train_losses) == job.total_steps for job in recording.jobs)
         assert recording.task["base"] == "alto-tiny"
     assert not list((folder / "real-smoke.pieces").glob("*-all-*")), "finished runs are not kept"
