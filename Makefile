@@ -11,6 +11,8 @@ BENCH_OUT ?= benchmarks/results
 .DEFAULT_GOAL := help
 
 BIN := $(VENV)/bin
+PAGE_TESTS = tests/docs tests/report/test_report_in_browser.py tests/service/test_dashboard_browser.py \
+	-k "readme_sample or blocks or everyone_can_read or low_contrast"
 PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 WORD_PROBLEMS := examples/data/word_problems/train.jsonl
@@ -52,7 +54,7 @@ durations: $(VENV)/.dev ## Set up, then run the tests of test-all, and write the
 	$(PYTEST) --all --write-durations
 
 .PHONY: lint
-lint: $(VENV)/.dev ## Set up, then check style, docstrings, types, allowed imports, links between pages and the age of pictures
+lint: $(VENV)/.dev ## Set up, then check style, docstrings, types, imports, pages: links, samples, age of pictures, contrast
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python -m tools.check_docstrings
@@ -60,6 +62,7 @@ lint: $(VENV)/.dev ## Set up, then check style, docstrings, types, allowed impor
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(SITE)
+	$(BIN)/python -m pytest -n 2 -q --all $(PAGE_TESTS)
 
 .PHONY: format
 format: $(VENV)/.dev ## Format the code
