@@ -210,7 +210,7 @@ class _Server(uvicorn.Server):
             self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let executors save while connections close, and end event streams, which would stay open."""
+        """End the event streams and ask executors to save, then close all connections."""
         self._app.state.followers.end()
         await asyncio.to_thread(self._app.state.coordinator.begin_stop)
         await super().shutdown(sockets)
