@@ -95,6 +95,14 @@ def test_children_count_although_a_thread_ends_meanwhile(monkeypatch: pytest.Mon
         child.communicate()
 
 
+def test_a_test_may_replace_the_process_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, parent = cpu_s(), os.getppid()
+    monkeypatch.setattr(os, "getpid", lambda: parent)
+    assert own <= cpu_s() < own + 1
+    monkeypatch.setattr(os, "getpid", lambda: 999_999_999)
+    assert own <= cpu_s() < own + 1
+
+
 CONFTEST = """
 from pathlib import Path
 

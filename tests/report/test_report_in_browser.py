@@ -32,13 +32,27 @@ def browser():
 
 
 @pytest.fixture
-def open_report(browser, write_run):
+def new_page(browser):
+    """A function that opens an empty page until the test ends: an open page goes on using the CPU."""
+    pages = []
+
+    def open_page(*, scheme="light", width=1400):
+        pages.append(browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900}))
+        return pages[-1]
+
+    yield open_page
+    for page in pages:
+        page.close()
+
+
+@pytest.fixture
+def open_report(new_page, write_run):
     """A function that opens the report of events. A console message, an exception of a script or a request that leaves
     the machine fails the test."""
     complaints = []
 
-    def open_page(events, *, scheme="light", width=1400):
-        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+    def open_page(events, **options):
+        page = new_page(**options)
         page.on("request", lambda request: complaints.append(request.url) if is_outside(request.url) else None)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -305,9 +319,9 @@ def test_names_on_bars_can_be_read(open_report, scheme):
 
 
 @pytest.fixture
-def opened(browser):
-    def open_page(path, *, width, scheme="light"):
-        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+def opened(new_page):
+    def open_page(path, **options):
+        page = new_page(**options)
         page.goto(path.as_uri())
         return page
 

@@ -32,11 +32,12 @@ def cpu_s() -> float:
 
     Descendants that left the tree, because the process that started them is dead, do not count. So the result may fall.
     """
-    # Linux may leave out a child where another one ends while they are listed; hence twice.
-    return max(_ticks(os.getpid()) for _ in range(2)) / os.sysconf("SC_CLK_TCK")
+    # A test may have replaced os.getpid; hence "self". Linux may leave out a child where another one ends while they are
+    # listed; hence twice.
+    return max(_ticks("self") for _ in range(2)) / os.sysconf("SC_CLK_TCK")
 
 
-def _ticks(pid: int) -> int:
+def _ticks(pid: str) -> int:
     found = 0
     with contextlib.suppress(OSError):  # the process has ended meanwhile
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -44,7 +45,7 @@ def _ticks(pid: int) -> int:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):  # the thread has; others may have children
                 children = Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="utf-8").split()
-                found += sum(_ticks(int(child)) for child in children)
+                found += sum(map(_ticks, children))
     return found
 
 
