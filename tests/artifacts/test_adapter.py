@@ -161,6 +161,10 @@ def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
     assert "| measured on the validation rows | value |\n|---|---|\n| reward accuracy | 71.5 % |" in measured
     assert "| reward margin | 0.2100 |" in measured
     assert "| r | 8 |" in settings
+    assert "; 1.5000 on the test rows." in card
+    again = export(replace(chosen_by_accuracy, num_known_test=6), best_of_job, method="dpo")
+    card = (again / "README.md").read_text(encoding="utf-8")
+    assert "; 1.5000 on the test rows, of which 6 are also in the training or validation data." in card
 
 
 def test_exporting_again_replaces(result: TaskOutcome, best_of_job: Path) -> None:

@@ -103,6 +103,9 @@ def test_without_peft_the_log_and_the_metrics_say_that_nothing_was_checked(
 ) -> None:
     unchecked = AdapterCheck(status="unchecked", why="peft is not installed")
     monkeypatch.setattr(runner, "PeftCheck", lambda *_, **__: lambda folder: unchecked)
+    monkeypatch.setattr(runner, "version_of", lambda package: None)
+    planned = alto.Engine().plan(make(tmp_path, "llama")).notes
+    assert planned[-1].startswith("The best adapter will not be loaded into PEFT to check it: peft is not installed; ")
     output = io.StringIO()
     with PlainView(output) as progress:
         result = alto.Engine(output_dir=tmp_path / "runs", observers=[progress.observe]).tune(make(tmp_path, "llama"))

@@ -55,6 +55,22 @@ def test_the_help_lists_every_command_in_a_group(monkeypatch: pytest.MonkeyPatch
     assert listed[:4] == ["demo", "doctor", "init", "tune"]
 
 
+@pytest.mark.parametrize("test_split", [0.25, None])
+def test_tune_of_a_classifier_with_test_rows_ends_with_the_command_that_measures_labels(
+    test_split: float | None, tmp_path: Path
+) -> None:
+    rows = [{"text": f"Film {n} was {name}.", "label": name} for n in range(12) for name in ("dull", "warm")]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    keys = {"model": "alto-tiny", "dataset": str(file), "method": "classification", "validation_split": 0.25}
+    task = tmp_path / "task.yaml"
+    task.write_text(json.dumps({**keys, "test_split": test_split, "max_steps": 2}), encoding="utf-8")
+    done = invoke("tune", task, "--output-dir", tmp_path / "runs")
+    assert done.exit_code == 0, done.output
+    command = f"next:    alto eval {run_of(tmp_path / 'runs')}"
+    assert [line.startswith(command) for line in done.stdout.splitlines()[-1:]] == [test_split is not None]
+
+
 def test_tune_tells_what_happens_in_plain_lines(task_file: Path, tmp_path: Path) -> None:
     done = invoke("tune", task_file, "--output-dir", tmp_path / "runs")
     assert done.exit_code == 0, done.output

@@ -75,6 +75,17 @@ def test_rows_in_both_splits_are_counted(tmp_path: Path) -> None:
     assert note.startswith("4 validation rows of 12 also in the training data")
 
 
+def test_test_rows_in_the_other_splits_are_counted(tmp_path: Path) -> None:
+    others = {
+        "validation_dataset": str(write_rows(tmp_path / "v.jsonl", 12, first=200)),
+        "test_dataset": str(write_rows(tmp_path / "t.jsonl", 15, first=21)),
+    }
+    data = encode(make_task(tmp_path, **others))
+    assert (data.counts()["shared_rows"], data.counts()["shared_test_rows"]) == (0, 3)
+    [note] = data.notes
+    assert note.startswith("3 test rows of 15 also in the training or validation data")
+
+
 def test_few_validation_rows_are_noted(tmp_path: Path) -> None:
     [note] = encode(make_task(tmp_path)).notes
     assert note.startswith("The validation data is only 6 rows")

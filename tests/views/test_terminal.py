@@ -72,6 +72,9 @@ def test_the_metrics_on_test_rows_are_beside_their_loss(preference_run, tmp_path
     assert f", test loss {message};" in lines.getvalue().splitlines()[-1]
     assert f"(test {message})" in result_html(history, str(tmp_path))
     assert f"; {message} on the test rows" in report_page(tmp_path, history).replace("\N{NO-BREAK SPACE}", " ")
+    preference_run[0]["data"]["shared_test_rows"] = 1
+    page = report_page(tmp_path, RunHistory.of(entries(preference_run))).replace("\N{NO-BREAK SPACE}", " ")
+    assert f"; {message} on the test rows, of which 1 is also in the training or validation data<" in page
     del best["test_metrics"]
     assert "; test loss 0.7000 " in " ".join("\n".join(screen(preference_run)).split()), "a journal without metrics"
 

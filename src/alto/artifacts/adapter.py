@@ -19,7 +19,7 @@ from alto.records import JobResult, TaskOutcome
 from alto.runs import METRICS_NAME
 from alto.spec import LABELS_NAME, LOSS, TEMPLATE_NAME, is_object_name
 from alto.views.metrics import format_metric, loss_unit, metric_name
-from alto.views.wording import describe_adapter_check
+from alto.views.wording import describe_adapter_check, describe_test_rows
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """The end of an error's text in which the package tokenizers hides an error of the system."""
@@ -202,7 +202,9 @@ LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pyp
         """Describe how the adapter was chosen, and its losses."""
         best = _best(result)
         chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
-        tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on the test rows"
+        tested = (
+            "" if best.test_loss is None else f"; {best.test_loss:.4f} on {describe_test_rows(result.num_known_test)}"
+        )
         if result.refit_of:
             return (
                 f"the refit of\n`{Path(result.refit_of).name}`, whose winner was trained on all rows for "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,10 +111,15 @@ def train(
     elif quiet:
         typer.echo(result.adapter_dir)
     else:
-        console.print(final_summary(read_history(result.run_dir), result.run_dir))
+        history = read_history(result.run_dir)
+        console.print(final_summary(history, result.run_dir))
         if not result.notices:
             report = Path(result.run_dir) / "report.html"
             console.print(f"report:  {report}", soft_wrap=True, highlight=False, markup=False)
+        if history.method == "classification" and result.test_loss is not None:
+            following = f"alto eval {shlex.quote(result.run_dir)}"
+            line = f"next:    {following}  (F1 of each label, and which labels are confused, on the test rows)"
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
     print_notices([result])
 
 

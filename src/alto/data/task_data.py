@@ -229,6 +229,7 @@ class TaskData:
         validation: Validation rows; empty if a winner is trained again on all rows.
         test: Rows that are used neither for training nor for selection; None if there are none.
         num_repeated: Number of validation rows that are also training rows.
+        num_known_test: Number of test rows that are also training or validation rows.
         num_bad: Number of rows left out because they cannot be used.
         notes: Notices about the data, as sentences.
         layout: Form and columns of the training rows; for a mixture, those of the first source. None if unknown.
@@ -239,6 +240,7 @@ class TaskData:
     validation: EncodedDataset
     test: EncodedDataset | None = None
     num_repeated: int = 0
+    num_known_test: int = 0
     num_bad: int = 0
     notes: tuple[str, ...] = ()
     layout: Layout | None = None
@@ -300,7 +302,8 @@ class TaskData:
                 ("alike_rows", split.num_alike),
             )
         }
-        return {**counts, "shared_rows": self.num_repeated, "bad_rows": self.num_bad}
+        known_test = {"shared_test_rows": self.num_known_test} if self.test is not None else {}
+        return {**counts, "shared_rows": self.num_repeated, **known_test, "bad_rows": self.num_bad}
 
 
 def _together(train: EncodedDataset, validation: EncodedDataset) -> EncodedDataset:

@@ -336,6 +336,7 @@ class _StoredSplit:
 class _StoredData:
     splits: tuple[_StoredSplit, ...]
     num_shared: int
+    num_known_test: int
     num_bad: int
     notes: tuple[str, ...]
 
@@ -463,7 +464,13 @@ def _stored(data: TaskData, parts: Sequence[Sequence[tuple[str, TokenWriter]]]) 
         )
         for split, of_split in zip(data.splits, parts, strict=False)
     )
-    return _StoredData(splits=splits, num_shared=data.num_repeated, num_bad=data.num_bad, notes=tuple(data.notes))
+    return _StoredData(
+        splits=splits,
+        num_shared=data.num_repeated,
+        num_known_test=data.num_known_test,
+        num_bad=data.num_bad,
+        notes=tuple(data.notes),
+    )
 
 
 def _open(entry: Path, layout: Layout, max_length: int) -> tuple[_StoredData, TaskData]:
@@ -483,6 +490,7 @@ def _open(entry: Path, layout: Layout, max_length: int) -> tuple[_StoredData, Ta
         validation=validation,
         test=test[0] if test else None,
         num_repeated=stored.num_shared,
+        num_known_test=stored.num_known_test,
         num_bad=stored.num_bad,
         notes=(*stored.notes, note),
         layout=layout,

@@ -416,6 +416,7 @@ class TaskRows:
             validation=validation,
             test=test,
             num_repeated=num_repeated,
+            num_known_test=num_known_test,
             num_bad=sum(bad.num_bad for bad in bad_rows),
             notes=(
                 *mixture_notes(train, validation),

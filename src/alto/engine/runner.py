@@ -70,6 +70,9 @@ from alto.runs.events import NO_SEQ, BaseDescription, MeasuringBegun, TaskStarte
 from alto.search import check_installed
 from alto.spec import BaseObjects, MixtureSource, Task, quantisation_keys, read_run_task
 from alto.trackers import Tracker, chosen_trackers, tracking
+from alto.version import install_command, version_of
+
+_UNCHECKED = "The best adapter will not be loaded into PEFT to check it: peft is not installed; {install}."
 
 _UNKNOWN_BASE = (
     "The journal of the run does not record its base model, because version 0.1 wrote it; {model} is assumed to be "
@@ -181,7 +184,8 @@ class TaskRunner:
             about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
             found = plan(context, on_measuring=self._announcement(task), refresh=refresh)
             about_start = () if context.start is None else context.start.notes
-            notes = (*about_start, *task.notes, *context.data.notes, *about_model, *found.notes)
+            about_check = () if version_of("peft") else (_UNCHECKED.format(install=install_command("peft")),)
+            notes = (*about_start, *task.notes, *context.data.notes, *about_model, *found.notes, *about_check)
             return replace(found, notes=notes)
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:

@@ -147,6 +147,7 @@ class TaskOutcome:
         best_metrics: Metrics of the method at the chosen adapter's evaluation.
         test_loss: Loss of that adapter on the test rows, which no selection has used; None if there are none.
         test_metrics: Metrics of the method on the test rows; empty if there are none.
+        num_known_test: Number of test rows that are also training or validation rows.
         finalists: Scores of the finalists' answers if ``select_by`` is not ``metric``, best by the metric first;
             empty if it is, or if the scorer failed.
         scorer: Name of the scorer of these answers, or ``eval_accuracy``, even if it failed; empty if there is none.
@@ -172,6 +173,7 @@ class TaskOutcome:
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     test_loss: float | None = None
     test_metrics: Mapping[str, float] = field(default_factory=dict)
+    num_known_test: int = 0
     finalists: tuple[FinalistScore, ...] = ()
     scorer: str = ""
     scorer_failure: str = ""

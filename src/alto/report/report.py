@@ -178,6 +178,7 @@ def _context(history: RunHistory, run_dir: Path, *, has_labels: bool) -> dict[st
         "loss_unit": loss_unit(history.method),
         "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
         "tested": describe_test(history, history.best) if history.best else "",
+        "test_rows": wording.describe_test_rows(history.num_known_test),
         "lead": lead,
         "runner_up": "" if lead is None else describe_runner_up(history, lead),
         "figures": run_figures(history, table),

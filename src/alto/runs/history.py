@@ -124,6 +124,11 @@ class RunHistory(JournalFold):
         return self.started.notes if self.started is not None else ()
 
     @property
+    def num_known_test(self) -> int:
+        """Number of test rows that are also training or validation rows; 0 if the journal does not say."""
+        return int(self.started.data.get("shared_test_rows", 0)) if self.started is not None else 0
+
+    @property
     def refit(self) -> events.RefitFact | None:
         """The winner of another run that this run trains again on all rows, without validation; None in other runs."""
         return self.started.refit if self.started is not None else None

@@ -44,6 +44,7 @@ def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
         best_metrics=best.best_metrics,
         test_loss=best.best_test_loss,
         test_metrics=best.best_test_metrics,
+        num_known_test=history.num_known_test,
         finalists=history.finalists,
         scorer=history.scorer,
         scorer_failure=history.scorer_failure,

@@ -169,6 +169,14 @@ def describe_scoring(finalists: Sequence[FinalistScore], scorer: str, failure: s
     return f"chosen by {by}: {describe_finalists(finalists)}{interval}"
 
 
+def describe_test_rows(num_known: int) -> str:
+    """Describe the test rows, of which ``num_known`` are also training or validation rows."""
+    if not num_known:
+        return "the test rows"
+    are = "is" if num_known == 1 else "are"
+    return f"the test rows, of which {num_known:,} {are} also in the training or validation data"
+
+
 def describe_adapter_check(check: AdapterCheck) -> str:
     """Describe in a sentence whether PEFT loads the best adapter as it was trained."""
     if check.status == "unchecked":
