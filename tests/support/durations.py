@@ -32,8 +32,8 @@ def cpu_s() -> float:
 
     Descendants that left the tree, because the process that started them is dead, do not count. So the result may fall.
     """
-    # A test may have replaced os.getpid; hence "self". Linux may leave out a child where another one ends while they are
-    # listed; hence twice.
+    # "self", because a test may replace os.getpid. Twice, because Linux may leave out a child where another one ends while
+    # they are listed.
     return max(_ticks("self") for _ in range(2)) / os.sysconf("SC_CLK_TCK")
 
 
