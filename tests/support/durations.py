@@ -32,7 +32,7 @@ def cpu_s() -> float:
 
     Descendants that left the tree, because the process that started them is dead, do not count. So the result may fall.
     """
-    # "self", because a test may replace os.getpid. Twice, because Linux may leave out a child where another one ends while
+    # "self", because a test may replace os.getpid. Twice, because Linux may leave out a child where another ends while
     # they are listed.
     return max(_ticks("self") for _ in range(2)) / os.sysconf("SC_CLK_TCK")
 
