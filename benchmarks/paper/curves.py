@@ -66,7 +66,7 @@ class Found:
 def default_of(recording: Recording) -> EarlyExit:
     """Return the default policy for a task of this kind."""
     preset = "preferences" if is_preference(recording) else "default"
-    return EarlyExit(preset=preset).resolved(lr_warmup=recording.lr_warmup)
+    return EarlyExit(preset=preset).resolved(earliest=recording.earliest_rung)
 
 
 def replayed(recording: Recording, settings: EarlyExit) -> ReplayResult:

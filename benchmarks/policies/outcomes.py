@@ -42,7 +42,7 @@ class Outcome:
 
 def replayed(recording: Recording, settings: EarlyExit) -> Kept:
     """Return the outcome of ALTO's own policy with ``settings``."""
-    found = curves.replayed(recording, settings.resolved(lr_warmup=recording.lr_warmup))
+    found = curves.replayed(recording, settings.resolved(earliest=recording.earliest_rung))
     assert found.winner is not None
     return Kept(job=found.winner, step=found.winner_step, samples_trained=found.samples_trained)
 

@@ -168,7 +168,7 @@ def outcome(name: str, recording: Recording, policy: str, ratio: float, seed: in
 def default_of(recording: Recording) -> EarlyExit:
     """Return the default settings for a task of this kind, with rungs that fit the steps of its jobs."""
     preset = EarlyExit(preset="preferences" if is_preference(recording) else "default")
-    return preset.resolved(lr_warmup=recording.lr_warmup, steps={job.total_steps for job in recording.jobs})
+    return preset.resolved(earliest=recording.earliest_rung, steps={job.total_steps for job in recording.jobs})
 
 
 def replayed(recording: Recording, settings: EarlyExit, num_rows: int, row_cost: float, seed: int) -> Replayed:

@@ -77,10 +77,10 @@ def test_every_is_checked(every: float) -> None:
         (0.05, 0.1, None),
         (0.025, 0.1, "rises for 10 % of its steps, so no job ends as underperforming before 2.5 %"),
         (0.25, 1.0, "rises for 100 % of its steps, so no job ends as underperforming before 25 %"),
-        (0.02, 0.1, "rises for 10 % of its steps, and the rung at 2 % ranks it before a quarter of this warmup"),
+        (0.02, 0.1, "rises for 10 % of its steps, and the rung at 2 % ranks it before 2.5 %, from where on"),
     ],
 )
 def test_rungs_and_the_rise_of_a_learning_rate_are_noted(first: float, rise: float, note: str | None) -> None:
-    found = rung_notes((Rung(progress=first, keep=0.5),), [0.0, rise])
+    found = rung_notes((Rung(progress=first, keep=0.5),), lr_warmup=rise, earliest=rise / 4)
     assert len(found) == (note is not None)
     assert note is None or note in found[0]

@@ -174,7 +174,7 @@ def test_what_a_run_took_and_saved_is_what_training_all_jobs_takes(small_run, wr
     assert training_all_s(history) == pytest.approx(24.0 + 23.0)
     assert hours.whole_h == pytest.approx(hours.spent_h + hours.saved_h) == pytest.approx(47 / 3600)
     text = page_of(write_run(small_run)).text
-    assert "Training all jobs to their ends: about 47 s, without further evaluations" in text
+    assert "Training all jobs: about 47 s, without further evaluations" in text
     assert "0.0131" in text.split("Every job to its end, at this run's pace and without further evaluations")[1][:20]
 
 
@@ -350,13 +350,20 @@ def test_no_run_is_drawn_as_the_better_one(two_runs, tmp_path):
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_lists_that_grow_with_the_rows_are_no_settings(small_run, write_run):
-    data = {"train_rows": 500, "fingerprint": "f00d", "validation_fingerprint": "beef"}
+def test_hashes_long_lists_and_what_is_not_set_are_no_settings(small_run, write_run):
+    data = {"train_rows": 500, "train_skipped_rows": 0, "fingerprint": "f00d", "validation_fingerprint": "beef"}
+    small_run[0]["jobs"] = [
+        {**job, "config": {**job["config"], "rank_pattern": {}, "max_steps": None, "seed": 0}}
+        for job in small_run[0]["jobs"]
+    ]
     small_run[0] |= {"validation_weights": [31.0] * 500, "data": data}
     text = page_of(write_run(small_run)).text
-    assert "data.fingerprint" in text
     assert "31, 31" not in text
-    assert "validation_" not in text.partition("Settings and versions")[2]
+    shown = text.partition("Settings and versions")[2]
+    assert "data.train_rows" in shown
+    assert "seed" in shown
+    for name in ("fingerprint", "validation_", "skipped", "rank_pattern", "max_steps"):
+        assert name not in shown
 
 
 def test_samples_in_the_terminal_show_where_their_lines_end(small_run):

@@ -78,7 +78,11 @@ def test_what_does_not_fit_is_left_out_with_a_note(small_run, width, dropped):
 def test_losses_are_never_cut(small_run):
     for width in range(44, 160):
         rows = lines_of(small_run, width=width)[2:6]
-        assert not any("…" in row.split("twice")[0].split("rank")[0].split("smoothed")[0] for row in rows if "★" in row)
+        assert not any(
+            "…" in row.split("twice")[0].split("rank")[0].split("smoothed")[0].split("chosen")[0]
+            for row in rows
+            if "★" in row
+        )
 
 
 def test_hidden_rows_are_counted_by_outcome(small_run):

@@ -79,7 +79,7 @@ def test_places_of_presets(settings, progress, places) -> None:
     ],
 )
 def test_no_rung_of_a_preset_is_in_the_first_quarter_of_the_warmup(lr_warmup, rungs) -> None:
-    found = EarlyExit().resolved(lr_warmup=lr_warmup).selection_rungs
+    found = EarlyExit().resolved(earliest=lr_warmup / 4).selection_rungs
     assert [(rung.progress, rung.min_kept) for rung in found] == [(progress, least) for progress, _, least in rungs]
     assert [rung.keep for rung in found] == pytest.approx([keep for _, keep, _ in rungs])
 
@@ -87,7 +87,7 @@ def test_no_rung_of_a_preset_is_in_the_first_quarter_of_the_warmup(lr_warmup, ru
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("lr_warmup", [0.0, 0.1, 1.0])
 def test_every_preset_can_be_resolved_and_written(preset, lr_warmup) -> None:
-    found = EarlyExit(preset=preset).resolved(lr_warmup=lr_warmup)
+    found = EarlyExit(preset=preset).resolved(earliest=lr_warmup / 4)
     assert EarlyExit(**found.model_dump(mode="json")) == found
     progress = [rung.progress for rung in found.selection_rungs]
     assert progress == sorted(set(progress))
@@ -102,15 +102,26 @@ def test_rungs_of_a_preset_stay_however_few_steps_there_are(steps) -> None:
 
 
 def test_a_rung_after_the_rise_of_the_learning_rate_takes_those_before_it() -> None:
-    found = EarlyExit().resolved(lr_warmup=0.1).selection_rungs
+    found = EarlyExit().resolved(earliest=0.025).selection_rungs
     assert [(rung.progress, rung.min_kept) for rung in found] == [
         (0.025, 8), (0.05, 5), (0.1, 3), (0.25, 2), (0.6, 1)
     ]  # fmt: skip
     assert [places_at(found, index, 240) for index in range(5)] == [20, 10, 5, 3, 1], "as without a warmup"
-    found = EarlyExit().resolved(lr_warmup=0.16).selection_rungs
+    found = EarlyExit().resolved(earliest=0.04).selection_rungs
     assert [(rung.progress, rung.min_kept) for rung in found] == [
         (0.04, 8), (0.05, 5), (0.1, 3), (0.25, 2), (0.6, 1)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("earliest", [2 / 19, 0.3, 0.6, 2 / 3])
+def test_rungs_wait_until_short_jobs_with_a_warmup_have_learned(preset, earliest) -> None:
+    found = EarlyExit(preset=preset).resolved(earliest=earliest)
+    assert EarlyExit(**found.model_dump(mode="json")) == found
+    progress = [rung.progress for rung in found.selection_rungs]
+    assert progress[0] == pytest.approx(max(earliest, PRESETS[preset].rungs[0][0]))
+    assert progress == sorted(set(progress))
+    assert progress[-1] < 1
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -122,7 +133,7 @@ def test_jobs_of_fewer_than_three_steps_are_not_ranked(steps) -> None:
 @pytest.mark.parametrize("settings", [{"rungs": [(0.02, 0.5)]}, {"policy": "paper"}, {"warmup_ratio": 0.02}])
 def test_rungs_that_are_set_stay_where_they_are(settings) -> None:
     settings = EarlyExit(**settings)
-    assert settings.resolved(lr_warmup=0.3).selection_rungs == settings.selection_rungs
+    assert settings.resolved(earliest=0.075).selection_rungs == settings.selection_rungs
     assert settings.resolved(steps=[4]).selection_rungs == settings.selection_rungs
 
 
@@ -245,7 +256,7 @@ def test_evaluations_and_those_in_the_end_are_given_together(given: dict[str, ob
 
 
 def test_jobs_of_two_steps_are_not_ranked_with_a_finish_of_their_own_either() -> None:
-    assert not EarlyExit(finish_from=0.02).resolved(steps=[2], lr_warmup=0.1).select
+    assert not EarlyExit(finish_from=0.02).resolved(steps=[2], earliest=0.025).select
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
-from alto.spec import JobConfig
+from alto.records import Rung
+from alto.spec import JobConfig, rung_step
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.method import find_method
 
@@ -392,6 +393,25 @@ def test_warmup_ratio_rounds_as_transformers_does(total, ratio):
     arguments = transformers.TrainingArguments.__new__(transformers.TrainingArguments)
     arguments.warmup_steps = ratio
     assert JobConfig(warmup_ratio=ratio).num_warmup_steps(total) == arguments.get_warmup_steps(total)
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "total", "earliest"),
+    [
+        ({}, 19, 0.0),
+        ({"warmup_ratio": 0.03}, 19, 2 / 19),
+        ({"warmup_ratio": 0.1}, 1000, 0.025),
+        ({"warmup_steps": 1}, 2, 2 / 3),
+        ({"warmup_steps": 50}, 20, 0.25),
+    ],
+)
+def test_jobs_are_compared_after_a_quarter_of_the_warmup_and_a_step_that_learns(
+    given_settings, total, earliest
+) -> None:
+    config = JobConfig(**given_settings)
+    assert config.earliest_rung(total) == pytest.approx(earliest)
+    if given_settings and total > 3:
+        assert config.learning_rate_at(rung_step(Rung(progress=earliest, keep=0.5), total) - 1, total) > 0
 
 
 SCHEDULES = [

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from alto.records import Gpu, MemoryPoint, MemoryProfile, PackingForecast, Placement, Schedule, TaskPlan, Throughput
+from alto.records import (
+    Gpu,
+    MemoryPoint,
+    MemoryProfile,
+    PackingForecast,
+    Placement,
+    Schedule,
+    TaskPlan,
+    Throughput,
+    ThroughputPoint,
+)
 from alto.views import plan_text, schedule_text
 
 GIB = 2**30
@@ -68,6 +78,17 @@ def lines_of(text: RenderableType, *, width: int = 80) -> list[str]:
 def test_the_chosen_packing_is_marked_where_there_are_fewer_jobs_than_slots(num_jobs: int, chosen: str) -> None:
     marked = [line.split() for line in lines_of(plan_text(plan_of(num_jobs=num_jobs))) if "chosen" in line]
     assert [(words[0], words[1]) for words in marked] == [(chosen, "2,048")]
+
+
+def test_speeds_of_larger_steps_than_those_measured_are_marked() -> None:
+    plan = plan_of()
+    points = tuple(ThroughputPoint(num_jobs=1, num_tokens=num, duration_s=1.0, spread=0.0) for num in (512, 1024))
+    lines = lines_of(plan_text(replace(plan, throughput=replace(plan.throughput, points=points))))
+    rows = [line.split() for line in lines if line[:6].strip().isdigit()]
+    rates = {row[1]: row[4].startswith("~") for row in rows}
+    assert rates == {f"{packing.num_tokens:,}": packing.num_tokens > 1024 for packing in plan.packings}
+    assert set(rates.values()) == {True, False}
+    assert "0 steps of at most 1,024 tokens (~ marks speeds beyond that)" in " ".join(" ".join(lines).split())
 
 
 def test_what_does_not_fit_into_a_line_continues_under_its_own_text() -> None:

@@ -67,8 +67,10 @@ def test_rows_explain_exits(small_run):
         "a": "smoothed training loss became infinite",
         "b": "rank 3 of 3 at 10 %: 2 kept",
         "c": "validation 2.5000 was 25 % above train 2.0000 twice in a row (allowed: 10 %)",
-        "d": "",
+        "d": "chosen by validation loss",
     }
+    small_run[-1:] = []  # the result
+    assert job_table(RunHistory.of(entries(small_run))).rows[0].explanation == ""
 
 
 def test_totals_add_up(small_run):

@@ -48,9 +48,9 @@ def test_live_view_draws_and_leaves_nothing_behind(small_run):
 
 def test_the_metric_and_the_value_of_the_best_are_shown(preference_run):
     found = "\n".join(screen(preference_run))
-    assert (
-        "best by reward accuracy: c with validation loss 0.6000, reward accuracy 75 %, reward margin 0.4000 (lr 3e-4)"
-    ) in found
+    assert "best by reward accuracy: c with validation loss 0.6000, reward accuracy 75 % (95 % interval 62–85 %)," in (
+        " ".join(found.split())
+    )
     assert "accuracy  margin" in found
     preference_run[0]["metric"] = "loss"
     target = console()
@@ -61,7 +61,8 @@ def test_the_metric_and_the_value_of_the_best_are_shown(preference_run):
 def test_the_metrics_on_test_rows_are_beside_their_loss(preference_run, tmp_path):
     best = next(one for one in preference_run if (one["event"], one.get("job"), one.get("step")) == ("eval", "c", 10))
     best |= {"test_loss": 0.7, "test_metrics": {"reward_accuracy": 0.5, "kl": 0.1}}
-    message = "0.7000, reward accuracy 50 %"
+    preference_run[0]["data"] = {**preference_run[0].get("data", {}), "test_rows": 10}
+    message = "0.7000, reward accuracy 50 % (95 % interval 24–76 %)"
     shown = " ".join("\n".join(screen(preference_run)).split())
     assert "best by reward accuracy: c with validation loss 0.6000, reward accuracy" in shown
     assert f"(lr 3e-4); test loss {message}" in shown
@@ -220,7 +221,8 @@ def test_the_best_line_is_wrapped_not_cut(preference_run, width):
     target.print(final_summary(history))
     summary = target.file.getvalue().splitlines()
     best = (
-        "best by reward accuracy: c with validation loss 0.6000, reward accuracy 75 %, reward margin 0.4000 (lr 3e-4)"
+        "best by reward accuracy: c with validation loss 0.6000, reward accuracy 75 % (95 % interval 62–85 %), reward "
+        "margin 0.4000 (lr 3e-4)"
     )
     assert best in " ".join(line.strip() for line in summary)
     assert all(cell_len(line) <= width for line in summary)

@@ -183,7 +183,7 @@ def test_the_time_of_a_run_is_split_by_what_it_was_spent_on():
     assert describe_time(history) == [
         "time: training 60 %, evaluating 15 %, measuring 10 %, saving 1 %, other 14 %",
         # 90 s of this run, and 290 samples at 6 s each
-        "training all jobs to their ends: about 30 min 30 s, without further evaluations or measuring",
+        "training all jobs: about 30 min 30 s, without further evaluations or measuring",
     ]
     history.measuring_s = 0.0
     assert describe_time(history)[1].endswith("30 min 30 s, without further evaluations")

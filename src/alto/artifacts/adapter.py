@@ -19,7 +19,7 @@ from alto.records import JobResult, TaskOutcome
 from alto.runs import METRICS_NAME
 from alto.spec import LABELS_NAME, LOSS, TEMPLATE_NAME, is_object_name
 from alto.views.metrics import format_metric, loss_unit, metric_name
-from alto.views.wording import describe_adapter_check, describe_test_rows
+from alto.views.wording import describe_adapter_check, describe_test_rows, format_loss
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """The end of an error's text in which the package tokenizers hides an error of the system."""
@@ -203,15 +203,18 @@ LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pyp
         best = _best(result)
         chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
         tested = (
-            "" if best.test_loss is None else f"; {best.test_loss:.4f} on {describe_test_rows(result.num_known_test)}"
+            ""
+            if best.test_loss is None
+            else f"; {format_loss(best.test_loss)} on {describe_test_rows(result.num_known_test)}"
         )
         if result.refit_of:
             return (
                 f"the refit of\n`{Path(result.refit_of).name}`, whose winner was trained on all rows for "
                 f"{best.best_step} steps, without validation{tested}"
             )
+        loss = f"{format_loss(best.best_validation_loss)} ({loss_unit(self.method)})"
         return f"""the best of
-{len(result.jobs)} configurations{chosen_by}, validation loss {best.best_validation_loss:.4f} ({loss_unit(self.method)})
+{len(result.jobs)} configurations{chosen_by}, validation loss {loss}
 at step {best.best_step} of {best.total_steps}{tested}"""
 
 

@@ -293,8 +293,12 @@ def _show_score(found: Evaluation) -> str:
     return f"{found.score:.1%} ({found.num_correct} of {found.num_rows})"
 
 
-def _show(number: float | None, form: str = ".4f") -> str:
-    return "" if number is None else format(number, form)
+def _show(number: float | None, form: str = "") -> str:
+    from alto.views import format_loss
+
+    if number is None:
+        return ""
+    return format(number, form) if form else format_loss(number)
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (

@@ -16,6 +16,7 @@ import typer
 from alto.base import replace_file
 from alto.cli.options import DEFAULT_MODEL, complete_task_key
 from alto.errors import DataFormatError, SpecError
+from alto.records.data import UNREAD_COLUMNS
 from alto.spec import (
     JOB_ALIASES,
     TASK_ALIASES,
@@ -171,7 +172,7 @@ def init(
         typer.echo(f"Labels with few validation rows: {_listed(few)}. Chance decides their scores; add rows{more}.")
     seen = look_at(_without_limit(values))
     for note in () if seen is None else seen[0].notes:
-        if note.startswith("Columns that nothing reads"):
+        if note.startswith(UNREAD_COLUMNS):
             typer.echo(note)
     chosen = {key: value for key, value in _defaults(values, survey, seen).items() if key not in values}
     values |= chosen

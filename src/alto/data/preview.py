@@ -27,7 +27,7 @@ def preview_rows(
     limits: ModelLimits | None = None,
     head: HeadStore | None = None,
 ) -> DataPreview:
-    """Encode ``rows`` and return their counts and the first ``num_rows`` examples.
+    """Encode ``rows`` and return their counts and ``num_rows`` examples: the first, of every label if there are labels.
 
     Args:
         head: Store that kept only the first rows; None if all rows were read.
@@ -49,9 +49,17 @@ def preview_rows(
         counts=data.counts(),
         row_tokens=(min(lengths), statistics.median(lengths), max(lengths)),
         notes=tuple(note for note in data.notes if note not in unreliable),
-        examples=tuple(_example(data.train, row, tokenizer) for row in range(min(num_rows, len(data.train)))),
+        examples=tuple(_example(data.train, row, tokenizer) for row in _varied_rows(data.train, num_rows)),
         num_read=head.num_rows if head is not None and is_cut else None,
     )
+
+
+def _varied_rows(dataset: EncodedDataset, num_rows: int) -> list[int]:
+    """Return the first rows; of a classifier's, the first row of each label before further rows of any."""
+    first_rows = dict[str, int]()
+    for row in range(len(dataset)):
+        first_rows.setdefault(_label(dataset, row), row)
+    return [*dict.fromkeys([*first_rows.values(), *range(len(dataset))])][:num_rows]
 
 
 def _example(dataset: EncodedDataset, row: int, tokenizer: Any) -> PreviewExample:

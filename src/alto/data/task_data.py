@@ -14,6 +14,7 @@ from alto.data.messages import Conversation
 from alto.data.rows import RowLimit, counted, listed, quoted
 from alto.data.template import PARALLEL_CALLS
 from alto.errors import DataError
+from alto.records.data import UNREAD_COLUMNS
 
 FEW_ROWS = 10
 """Number of validation rows below which their loss is mostly chance."""
@@ -128,7 +129,7 @@ def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread], tokenizer
             f"{quoted(name)[1:-1]} (in {counted(count, 'row')})" for name, count in columns.items()
         )
         notes.append(
-            f"Columns that nothing reads: {unread_columns}; assign one to a role with columns if it should be read"
+            f"{UNREAD_COLUMNS}: {unread_columns}; assign one to a role with columns if it should be read"
             f"{way if label is not None and is_text else ''}."
         )
     if unread:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from alto.records import GRADED_SCORERS, Candidate, FinalistScore, Judgement, LossPoint, StartValue
-from alto.records.evaluation import student_quantile
+from alto.records.evaluation import student_quantile, wilson_interval
 from alto.spec import LEAST_SCORE
 
 Scored: TypeAlias = LossPoint | Candidate
@@ -223,8 +223,6 @@ def _mean_rows(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(map(statistics.fmean, zip(*rows, strict=True)))
 
 
-_NORMAL = statistics.NormalDist().inv_cdf(0.975)
-
 EVAL_ACCURACY = "eval_accuracy"
 """The scorer that chooses by the number of right answers alone, and ignores noise."""
 
@@ -251,7 +249,7 @@ def interval_of(rows: Sequence[float]) -> tuple[float, float] | None:
     None for a single row that is neither, and if the interval is not finite."""
     num_rows = len(rows)
     if set(rows) <= {0.0, 1.0}:
-        return _wilson(statistics.fmean(rows), num_rows)
+        return wilson_interval(statistics.fmean(rows), num_rows)
     if num_rows == 1:
         return None
     try:
@@ -284,11 +282,3 @@ def choose(
     scored = [replace(point, score=scores[point.job].score, score_rows=scores[point.job].rows) for point in finalists]
     winner, *tied = leading_group(scored)
     return winner, tied
-
-
-def _wilson(proportion: float, num_rows: int) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion, whose width is not zero even if all rows are equal."""
-    squared = _NORMAL**2 / num_rows
-    middle = (proportion + squared / 2) / (1 + squared)
-    half = math.sqrt(proportion * (1 - proportion) * squared + squared**2 / 4) / (1 + squared)
-    return max(0.0, middle - half), min(1.0, middle + half)

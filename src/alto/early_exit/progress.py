@@ -9,7 +9,7 @@ from dataclasses import replace
 from alto.early_exit.noise import on_scale_of
 from alto.errors import SpecError
 from alto.records import LossPoint, Rung, StartValue
-from alto.spec import EARLIEST_IN_WARMUP, LEAST_SCORE, ceil_fraction, rung_step
+from alto.spec import LEAST_SCORE, ceil_fraction, rung_step
 
 # An evaluation counts as at the rung if it is closer than this, relative to the distance of the two around the rung.
 _EXACT = 1e-9
@@ -67,27 +67,26 @@ def _between(old: float, new: float, fraction: float) -> float:
     return old + fraction * (new - old)
 
 
-def rung_notes(rungs: Sequence[Rung], lr_warmup_fractions: Iterable[float] = ()) -> tuple[str, ...]:
+def rung_notes(rungs: Sequence[Rung], *, lr_warmup: float, earliest: float) -> tuple[str, ...]:
     """Return notices about rungs that come early in the longest learning-rate warmup.
 
     Args:
         rungs: Rungs of the task that may end a job.
-        lr_warmup_fractions: For every job, the fraction of its steps in which the learning rate rises.
+        lr_warmup: Largest share of a job's steps in which the learning rate rises.
+        earliest: Share of the steps before which jobs cannot be compared.
     """
-    longest = max(lr_warmup_fractions, default=0.0)
-    earliest = EARLIEST_IN_WARMUP * longest
-    if not rungs or longest <= 0 or rungs[0].progress > earliest:
+    if not rungs or lr_warmup <= 0 or rungs[0].progress > earliest:
         return ()
     first = rungs[0].progress
-    rises = f"The learning rate of a job rises for {100 * longest:.3g} % of its steps"
+    rises = f"The learning rate of a job rises for {100 * lr_warmup:.3g} % of its steps"
     if first == earliest:
         return (
             f"{rises}, so no job ends as underperforming before {100 * first:.3g} %; to save more, shorten "
             "warmup_steps or warmup_ratio of the jobs with the longest warmup, or set early_exit.rungs.",
         )
     return (
-        f"{rises}, and the rung at {100 * first:.3g} % ranks it before a quarter of this warmup; use a later rung, or "
-        "give all jobs the same warmup.",
+        f"{rises}, and the rung at {100 * first:.3g} % ranks it before {100 * earliest:.3g} %, from where on jobs can "
+        "be compared; use a later rung, or give all jobs the same warmup.",
     )
 
 

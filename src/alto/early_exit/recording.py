@@ -109,13 +109,13 @@ class Recording:
     jobs: tuple[RecordedJob, ...]
 
     @property
-    def lr_warmup(self) -> float:
-        """The largest share of a job's steps in which its learning rate rises; see :meth:`EarlyExit.resolved`."""
+    def earliest_rung(self) -> float:
+        """The share of the steps before which jobs cannot be compared; see :meth:`EarlyExit.resolved`."""
         # A recording does not name the method, so its settings are left out.
         configs = (
             JobConfig(**{key: value for key, value in job.config.items() if key in JOB_FIELDS}) for job in self.jobs
         )
-        return max(config.lr_warmup_fraction(job.total_steps) for config, job in zip(configs, self.jobs, strict=True))
+        return max(config.earliest_rung(job.total_steps) for config, job in zip(configs, self.jobs, strict=True))
 
     def samples_after(self, job: RecordedJob, step: int) -> int:
         """Return how many rows ``job`` has trained after ``step`` steps; the last step of an epoch may be short."""

@@ -276,8 +276,9 @@ def _rung_notes(state: TrainingState) -> tuple[str, ...]:
     rungs = policy.rungs
     if task.search.algorithm == "grid":  # other algorithms add jobs, so that any rung may stop jobs
         rungs = policy.ending_rungs(len({task.repetitions.get(job, job) for job in state.jobs}))
-    rises = [job.config.lr_warmup_fraction(job.total_steps) for job in jobs]
-    return rung_notes(rungs, rises)
+    lr_warmup = max((job.config.lr_warmup_fraction(job.total_steps) for job in jobs), default=0.0)
+    earliest = max((job.config.earliest_rung(job.total_steps) for job in jobs), default=0.0)
+    return rung_notes(rungs, lr_warmup=lr_warmup, earliest=earliest)
 
 
 def _versions() -> dict[str, str | None]:

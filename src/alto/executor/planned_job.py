@@ -179,10 +179,10 @@ def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
     if task.scoring is not None and not is_scored and early_exit.finish_from is None:
         early_exit = early_exit.replace(finish_from=1.0)
     configs = [job.config for job in task.jobs]
-    warmups = [config.lr_warmup_fraction(config.total_steps(num_rows)) for config in configs]
+    earliest = max(config.earliest_rung(config.total_steps(num_rows)) for config in configs)
     steps = {config.total_steps(num_rows) for config in (*configs, *task.extreme_configs())}
     is_fitted = begins and (task.scoring is None or not task.scoring.rungs)  # the user has chosen the scored rungs
-    return task.replace(early_exit=early_exit.resolved(lr_warmup=max(warmups), steps=steps if is_fitted else ()))
+    return task.replace(early_exit=early_exit.resolved(earliest=earliest, steps=steps if is_fitted else ()))
 
 
 def resolve_early_exit(task: Task, data: TaskData, *, begins: bool, forward_share: float = USUAL_FORWARD_SHARE) -> Task:

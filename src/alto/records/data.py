@@ -10,6 +10,10 @@ Segments: TypeAlias = tuple[tuple[str, bool], ...]
 """The parts of a text in order, with special tokens written out; each with a flag: whether its tokens are trained."""
 
 
+UNREAD_COLUMNS = "Columns that nothing reads"
+"""First words of the note that names such columns."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviewExample:
     """One training row as the model sees it.

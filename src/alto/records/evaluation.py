@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -186,3 +187,11 @@ def student_quantile(degrees: int) -> float:
     first = (z**3 + z) / (4 * degrees)
     second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
     return z + first + second
+
+
+def wilson_interval(proportion: float, num_rows: int) -> tuple[float, float]:
+    """Return Wilson's 95 % score interval of a proportion, whose width is not zero even if all rows are equal."""
+    squared = _NORMAL**2 / num_rows
+    middle = (proportion + squared / 2) / (1 + squared)
+    half = math.sqrt(proportion * (1 - proportion) * squared + squared**2 / 4) / (1 + squared)
+    return max(0.0, middle - half), min(1.0, middle + half)

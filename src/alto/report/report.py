@@ -74,15 +74,15 @@ def _vllm_command(history: RunHistory, winner: JobHistory, run_dir: Path) -> str
 
 
 REPORT_NAME = "report.html"
-RUNGS = ("early_exit", "rungs")
-FILES = ("base", "files")
-UNSHOWN = (
-    RUNGS,  # shown in words
-    FILES,
-    ("data", "train_validation_fingerprint"),
-    ("data", "validation_fingerprint"),
+UNSHOWN = frozenset(
+    (
+        *("early_exit.rungs", "fused.kept", "validation_weights", "evaluation_order"),
+        *(f"base.{key}" for key in ("files", "weights", "config", "code")),
+        *(f"data.{key}fingerprint" for key in ("", "validation_", "train_validation_")),
+        "data.of_messages",
+    )
 )
-"""Nested settings that are not listed."""
+"""Settings that are not listed: hashes, lists that only a program reads, and the rungs, which are shown in words."""
 _CODE = re.compile(r'```python\n((?:(?!```).)*folder = )"path/to/this/folder"((?:(?!```).)*)```', re.DOTALL)
 """The Python code in the model card of an adapter."""
 
@@ -148,7 +148,8 @@ def _python_code(best: Path, shown_as: Path) -> str:
 
 def _context(history: RunHistory, run_dir: Path, *, has_labels: bool) -> dict[str, Any]:
     table = job_table(history)
-    winner = history.best if history.result is not None else None
+    best, num_rows = history.best, 0 if history.started is None else history.started.num_validation
+    winner = best if history.result is not None else None
     lead = lead_of_winner(history)
     return {
         "history": history,
@@ -176,13 +177,13 @@ def _context(history: RunHistory, run_dir: Path, *, has_labels: bool) -> dict[st
         "jobs_dir": str(run_dir / "jobs"),
         "written_at": timestamp(history.last_seen_at),
         "loss_unit": loss_unit(history.method),
-        "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
-        "tested": describe_test(history, history.best) if history.best else "",
+        "best_metrics": describe_metrics(best.best_metrics, table.metrics, num_rows) if best is not None else "",
+        "tested": describe_test(history, best) if best is not None else "",
         "test_rows": wording.describe_test_rows(history.num_known_test),
         "lead": lead,
         "runner_up": "" if lead is None else describe_runner_up(history, lead),
         "figures": run_figures(history, table),
-        "progress": [] if history.best is None else answers_over_time(history.best),
+        "progress": [] if best is None else answers_over_time(best),
     }
 
 
@@ -228,20 +229,25 @@ def _read_evaluations(path: Path) -> list[dict[str, Any]]:
 
 
 def _settings(history: RunHistory) -> list[tuple[str, Any]]:
-    """Return name and value of every setting of the task in the journal; names of nested settings are dotted."""
+    """Return name and value of every setting of the task in the journal that says something: it is set, and no count of
+    0. Names of nested settings are dotted."""
     flat: list[tuple[str, Any]] = []
     for key, value in history.settings().items():
-        if isinstance(value, dict):
-            flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) not in UNSHOWN]
-            if key == RUNGS[0]:
-                flat.append((".".join(RUNGS), wording.describe_rungs(history) or None))
-        elif key != "validation_weights":  # too long: a number for every validation row
-            flat.append((key, value))
-    return flat
+        found = {f"{key}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {key: value}
+        flat += [(name, item) for name, item in found.items() if name not in UNSHOWN and _is_set(item)]
+        if key == "early_exit" and (rungs := wording.describe_rungs(history)):
+            flat.append(("early_exit.rungs", rungs))
+    return [(name, value) for name, value in flat if value != 0 or not name.startswith("data.")]
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value not in ({}, [], ())
 
 
 def _shared_settings(history: RunHistory) -> list[tuple[str, Any]]:
-    """Return the settings that all jobs have in common."""
+    """Return the settings that all jobs have in common, without those that are not set."""
     configs = [wording.tidy_config(job.config) for job in history.jobs.values()]
     varying = set(wording.varying_keys(configs))
-    return [(key, value) for key, value in configs[0].items() if key not in varying] if configs else []
+    return (
+        [(key, value) for key, value in configs[0].items() if key not in varying and _is_set(value)] if configs else []
+    )

@@ -23,7 +23,7 @@ from alto.spec.data_keys import (
     default_name,
     is_template_text,
 )
-from alto.spec.early_exit import EARLIEST_IN_WARMUP, EarlyExit, ceil_fraction, places_at, rung_step
+from alto.spec.early_exit import EarlyExit, ceil_fraction, places_at, rung_step
 from alto.spec.job_config import (
     JOB_FIELDS,
     MAPPING_FIELDS,
@@ -92,7 +92,6 @@ __all__ = [
     "ALL_LINEAR",
     "AUTO",
     "CPO_LOSS_TYPES",
-    "EARLIEST_IN_WARMUP",
     "EIGHT_BIT_OPTIMIZERS",
     "JOB_ALIASES",
     "JOB_FIELDS",

@@ -54,10 +54,6 @@ def places_at(rungs: Sequence[Rung], index: int, num_jobs: int) -> int:
     return places if rung.max_kept is None else min(places, rung.max_kept)
 
 
-EARLIEST_IN_WARMUP = 0.25
-"""Share of a learning-rate warmup after which jobs may be compared. On recorded sweeps of supervised fine-tuning with
-warmups of 3 to 10 %, comparing that early loses nothing (``benchmarks/policies``)."""
-
 LEAST_RANKED_STEPS = 3
 """Jobs with fewer steps are not ranked, because they are almost done after the first step."""
 
@@ -100,7 +96,12 @@ PRESETS: Mapping[PresetName, Preset] = {
 
 
 def no_earlier(halving: Preset, earliest: float) -> Preset:
-    """Return the same selection with no rung before the share ``earliest``; rungs up to it merge into one at it."""
+    """Return the same selection with no rung before the share ``earliest``; rungs up to it merge into one at it.
+
+    If the best job was to continue alone no later than this, it does so from halfway between ``earliest`` and the end.
+    """
+    if halving.finish_from is not None and halving.finish_from <= earliest:
+        halving = replace(halving, finish_from=(1 + earliest) / 2)
     early = [index for index, (progress, _) in enumerate(halving.rungs) if progress <= earliest]
     if not early:
         return halving
@@ -398,19 +399,19 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings, CollapseSetting
             rungs.append(Rung(progress=halving.finish_from, keep=1.0, max_kept=1))
         return tuple(rungs)
 
-    def resolved(self, *, lr_warmup: float = 0.0, steps: Collection[int] = ()) -> EarlyExit:
+    def resolved(self, *, earliest: float = 0.0, steps: Collection[int] = ()) -> EarlyExit:
         """Return the same settings with explicit rungs, as they are written to the run directory.
 
-        A preset's rungs move so that they come no earlier than after a quarter of the learning-rate warmup. Rungs of
-        the user or of the paper do not move. A user's ``finish_from`` does not move either; if it comes no later than
-        that point, the preset's rungs stay where they are.
+        A preset's rungs move so that they come no earlier than at ``earliest``. Rungs of the user or of the paper do
+        not move. A user's ``finish_from`` does not move either; if it comes no later than that point, the preset's
+        rungs stay where they are.
 
         Args:
-            lr_warmup: Largest share of a job's steps in which its learning rate rises.
+            earliest: Share of the steps before which jobs cannot be compared, see `JobConfig.earliest_rung`.
             steps: Numbers of steps of the jobs; empty if they are not known. If a job has fewer than three steps, no
                 jobs are ranked at a preset's rungs.
         """
-        halving, select, earliest = self._halving, self.select, EARLIEST_IN_WARMUP * lr_warmup
+        halving, select = self._halving, self.select
         is_finish_before = self.finish_from is not None and self.finish_from < 1 and self.finish_from <= earliest
         if self._given_rungs is None:
             select = select and min(steps, default=LEAST_RANKED_STEPS) >= LEAST_RANKED_STEPS

@@ -7,7 +7,7 @@ from alto.views.plan import plan_text, preview_text, run_list, schedule_text
 from alto.views.queue_view import LiveQueueView, open_queue_view, queue_summary, task_list
 from alto.views.tables import JobTable, job_table, run_notes
 from alto.views.terminal import LiveView, final_summary, open_view, watch_run
-from alto.views.wording import describe_task
+from alto.views.wording import describe_task, format_loss
 
 __all__ = [
     "JobTable",
@@ -17,6 +17,7 @@ __all__ = [
     "choice_notes",
     "describe_task",
     "final_summary",
+    "format_loss",
     "job_table",
     "loss_unit",
     "open_queue_view",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from alto.errors import AltoError
+from alto.records.evaluation import wilson_interval
 from alto.runs import JobHistory, RunHistory
 from alto.spec import find_method, source_of
 from alto.views.wording import clean, format_loss, format_percent
@@ -84,18 +85,35 @@ def format_metric(metric: str, value: float | None) -> str:
     return format_loss(value)
 
 
-def describe_metrics(metrics: Mapping[str, float], names: tuple[str, ...]) -> str:
-    """Return text such as ``reward accuracy 71 %, reward margin 0.2100``; empty if none of ``names`` was measured."""
-    return ", ".join(f"{metric_name(name)} {format_metric(name, metrics[name])}" for name in names if name in metrics)
+def describe_metrics(metrics: Mapping[str, float], names: tuple[str, ...], num_rows: int = 0) -> str:
+    """Return text such as ``accuracy 71 % (95 % interval 56–82 %), macro F1 0.7034``; empty if none of ``names`` was
+    measured.
+
+    Args:
+        num_rows: Number of rows that the metrics were measured on; 0 shows no intervals.
+    """
+    return ", ".join(
+        f"{metric_name(name)} {format_metric(name, metrics[name])}{_interval(name, metrics[name], num_rows)}"
+        for name in names
+        if name in metrics
+    )
+
+
+def _interval(metric: str, value: float, num_rows: int) -> str:
+    if not num_rows or not is_fraction(metric) or not 0 <= value <= 1:
+        return ""
+    low, high = wilson_interval(value, num_rows)
+    return f" (95 % interval {100 * low:.0f}–{100 * high:.0f} %)"
 
 
 def describe_test(history: RunHistory, job: JobHistory) -> str:
-    """Return loss and metrics on the test rows, such as ``0.3969, accuracy 83 %, macro F1 0.8301``; empty without test
-    rows."""
+    """Return loss and metrics on the test rows, such as ``0.3969, accuracy 83 % (95 % interval 71–91 %)``; empty if
+    there are none."""
     if job.best_test_loss is None:
         return ""
     names = tuple(dict.fromkeys((history.metric, *_WORDS)))
-    metrics = describe_metrics(job.best_test_metrics, names)
+    num_rows = 0 if history.started is None else history.started.data.get("test_rows", 0)
+    metrics = describe_metrics(job.best_test_metrics, names, num_rows)
     return format_loss(job.best_test_loss) + (f", {metrics}" if metrics else "")
 
 

@@ -49,7 +49,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
         ),
         (
             "",
-            f"{measured}: {len(memory.points)} steps, {_memory_error(memory)}",
+            f"{measured}: {len(memory.points)} steps{_extent(plan)}, {_memory_error(memory)}",
         ),
     ]
     chosen = (
@@ -132,16 +132,27 @@ def _table(plan: TaskPlan) -> Table:
     for heading in ("slots", "tokens per micro-batch", "peak", "tokens/s", ""):
         table.add_column(heading, justify="right")
     num_resident = min(plan.max_slots, plan.num_jobs)
+    largest = _largest_step(plan)
     for packing in plan.packings:
         is_chosen = (packing.num_slots, packing.num_tokens) == (num_resident, plan.max_tokens_per_pass)
         table.add_row(
             f"{packing.num_slots}",
             f"{packing.num_tokens:,}",
             _size(packing.peak_bytes),
-            f"{packing.tokens_per_s:,.0f}",
+            f"{'~' if 0 < largest < packing.num_tokens else ''}{packing.tokens_per_s:,.0f}",
             "chosen" if is_chosen else "" if packing.fits else "does not fit",
         )
     return table
+
+
+def _largest_step(plan: TaskPlan) -> int:
+    """Return the tokens of the largest step whose speed was measured; 0 if none was."""
+    return max((point.num_tokens for point in plan.throughput.points), default=0)
+
+
+def _extent(plan: TaskPlan) -> str:
+    largest = _largest_step(plan)
+    return f" of at most {largest:,} tokens (~ marks speeds beyond that)" if largest else ""
 
 
 def _priced(duration_s: float, cost: float | None, bound: str = "about") -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from alto.records import ExitReason
 from alto.runs import JobHistory, RunHistory, Stage
-from alto.views.metrics import shown_metrics
+from alto.spec import LOSS
+from alto.views.metrics import metric_name, shown_metrics
 from alto.views.wording import (
     clean,
     describe_adapter_check,
@@ -44,7 +45,7 @@ class JobTableRow:
         raw_settings: The same values unformatted, for sorting.
         label: The varying configuration in one line; empty if nothing varies.
         outcome: Reason of the exit, else the stage.
-        explanation: Why the job ended early, as a sentence; empty if it did not.
+        explanation: Why the job ended early or was chosen, as a phrase; empty for other jobs.
         metrics: Values of the table's metrics at the job's best evaluation, in their order; None for a missing value.
         score: Score of the job's answers with its interval, as text: as a finalist, or at the last rung that scored it.
         raw_score: The score as a number; None if the job was not scored.
@@ -114,7 +115,21 @@ def job_table(history: RunHistory) -> JobTable:
             raw_score=None if score is None else score.score,
         )
         rows.append(row)
+    if any(row.explanation for row in rows):
+        rows = [
+            replace(row, explanation=_explain_choice(history)) if row.is_best and not row.explanation else row
+            for row in rows
+        ]
     return JobTable(columns=tuple(clean(short_name(key)) for key in keys), metrics=metrics, rows=tuple(rows))
+
+
+def _explain_choice(history: RunHistory) -> str:
+    """Return what the winner was chosen by; empty while the run is not finished."""
+    if history.result is None:
+        return ""
+    if history.finalists:
+        return "chosen by its answers"
+    return f"chosen by {'validation loss' if history.metric == LOSS else metric_name(history.metric)}"
 
 
 def run_notes(history: RunHistory) -> list[str]:

@@ -444,7 +444,8 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
         return Text("best: no job has a finite validation loss yet", style="dim", overflow="fold")
     label = "best" if history.result is not None else "best so far"
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
-    metrics = describe_metrics(best.history.best_metrics, table.metrics)
+    num_rows = 0 if history.started is None else history.started.num_validation
+    metrics = describe_metrics(best.history.best_metrics, table.metrics, num_rows)
     test = describe_test(history, best.history)
     scoring = wording.describe_scoring(history.finalists, history.scorer, "")  # the notes already report a failure
     chosen = f"; {scoring}" if scoring else ""

@@ -329,7 +329,7 @@ def describe_time(history: RunHistory) -> list[str]:
     without = "further evaluations or measuring" if history.measuring_s else "further evaluations"
     return [
         f"time: {shares}",
-        f"training all jobs to their ends: about {format_duration(whole_s)}, without {without}",
+        f"training all jobs: about {format_duration(whole_s)}, without {without}",
     ]
 
 

@@ -25,7 +25,7 @@ from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
 from alto.service.models import public_base
 from alto.service.openai.objects import After, Limit, job_object
-from alto.service.openai.translation import clone_changes
+from alto.service.openai.translation import clone_changes, worded_note
 from alto.service.savings import savings_of
 from alto.service.store.jobs import OPEN, add_event, find_job, lock_job, page_of
 from alto.service.store.tables import JobRow
@@ -123,7 +123,8 @@ def report(service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
         )
     shown, name = copy.copy(history), public_base(service.settings, row.model)
     rows = Path(history.started.dataset).name
-    shown.started = replace(history.started, model=name, base_model=name, dataset=rows)
+    notes = tuple(worded_note(note) for note in history.started.notes)
+    shown.started = replace(history.started, model=name, base_model=name, dataset=rows, notes=notes)
     page = report_page(service.run_of(row), shown, shown_as=Path(row.id))
     if Path(folder := history.started.base_model).is_absolute():  # as the Python code of the model card names it
         page = page.replace(html.escape(folder), html.escape(name))

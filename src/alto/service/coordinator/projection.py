@@ -29,6 +29,7 @@ from alto.service.savings import savings_of
 from alto.service.store.jobs import add_event
 from alto.service.store.tables import Checkpoint, FileRow, JobEvent, JobRow, ModelRow
 from alto.spec import find_method
+from alto.views import format_loss
 
 _NUM_AT_ONCE = 500
 """Maximum number of journal entries per transaction."""
@@ -126,7 +127,7 @@ class Projection:
             session,
             row,
             f"Configuration {event.job}, step {event.step}/{event.total_steps}: training loss "
-            f"{event.train_ema:.4f}, validation loss {event.validation_loss:.4f}",
+            f"{format_loss(event.train_ema)}, validation loss {format_loss(event.validation_loss)}",
             created_at=at,
             data={
                 **metrics,
@@ -222,7 +223,7 @@ def publish(service: Service, job: JobRow) -> Publication:
         "saved_share": round(saved, 4),
     }
     loss, learns_from_rewards = result.best_validation_loss, find_method(history.method).entry.generates
-    value = f"mean reward {0.0 - loss:.4f}" if learns_from_rewards else f"validation loss {loss:.4f}"
+    value = f"mean reward {format_loss(0.0 - loss)}" if learns_from_rewards else f"validation loss {format_loss(loss)}"
     message = f"Best of {len(result.job_results)} configurations: {result.best_job}, {value}"
     if saved:
         message += f"; early exit saved {saved:.0%} of the training"
