@@ -43,6 +43,15 @@ def test_the_longest_rise_of_all_jobs_counts() -> None:
     assert found == [(0.05, pytest.approx(1 / 6 / 4)), (0.1, 0.5), (0.25, 0.5), (0.6, 1.0)]
 
 
+def test_jobs_of_few_steps_are_ranked_after_a_step_that_learns() -> None:
+    """150 rows are 19 steps of batch size 8, and the learning rate of the first is 0. So two of the 19 come first."""
+    found = rungs_of(150, warmup_ratio=0.03, search_space={"batch_size": [2, 8]})
+    assert [progress for progress, _ in found] == [pytest.approx(2 / 19), 0.25, 0.6]
+    search = {"algorithm": "tpe", "num_initial_jobs": 2}
+    found = rungs_of(150, warmup_ratio=0.03, search=search, search_space={"batch_size": [1, 40], "lr": [1e-4, 1e-3]})
+    assert [progress for progress, _ in found] == [0.5, 0.6], "the search may choose jobs of four steps"
+
+
 def test_a_rise_that_never_ends_leaves_two_rungs() -> None:
     assert [progress for progress, _ in rungs_of(warmup_steps=100, batch_size=8)] == [0.25, 0.6]
 

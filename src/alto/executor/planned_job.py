@@ -178,9 +178,9 @@ def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
     is_scored = task.scoring is not None and finish is not None and task.scoring.is_at(finish.progress)
     if task.scoring is not None and not is_scored and early_exit.finish_from is None:
         early_exit = early_exit.replace(finish_from=1.0)
-    configs = [job.config for job in task.jobs]
+    configs = (*(job.config for job in task.jobs), *task.extreme_configs())
     earliest = max(config.earliest_rung(config.total_steps(num_rows)) for config in configs)
-    steps = {config.total_steps(num_rows) for config in (*configs, *task.extreme_configs())}
+    steps = {config.total_steps(num_rows) for config in configs}
     is_fitted = begins and (task.scoring is None or not task.scoring.rungs)  # the user has chosen the scored rungs
     return task.replace(early_exit=early_exit.resolved(earliest=earliest, steps=steps if is_fitted else ()))
 
