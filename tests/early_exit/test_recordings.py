@@ -23,6 +23,7 @@ NUM_JOBS = {
     "instructions-epochs.json.gz": 24,
     "real-dpo.json.gz": 8,
     "real-sweep12.json.gz": 12,
+    "real-sweep24.json.gz": 8,
     "reasoning.json.gz": 32,
 }
 RECORDINGS = sorted(FOLDER.glob("*.json.gz"))
@@ -68,7 +69,7 @@ def test_presets_save_more_the_greedier_they_are() -> None:
         for preset in ("cautious", "default", "greedy")
     ]
     assert saved == sorted(saved)
-    assert saved[0] > 0.8
+    assert saved[0] > 0.75
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
