@@ -113,6 +113,13 @@ def test_the_job_keeps_its_own_copy(result: TaskOutcome, best_of_job: Path) -> N
     assert sorted(path.name for path in best_of_job.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
+def test_card_shows_digits_of_a_small_loss(result: TaskOutcome, best_of_job: Path) -> None:
+    (best, *others) = sorted(result.jobs, key=lambda job: job.job != result.best_job)
+    small = replace(result, jobs=(replace(best, best_validation_loss=1.63e-5), *others))
+    card = (export(small, best_of_job, model="base") / "README.md").read_text(encoding="utf-8")
+    assert "validation loss 1.63e-5 (nats per token)" in card
+
+
 def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskOutcome, best_of_job: Path) -> None:
     folder = export(result, best_of_job, model="o'base", dataset="rows.jsonl")
     card = (folder / "README.md").read_text(encoding="utf-8")

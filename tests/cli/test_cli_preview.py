@@ -48,6 +48,16 @@ def test_what_is_marked_is_what_is_trained(tmp_path: Path) -> None:
     assert facts["counts"]["shared_rows"] == 1
 
 
+def test_there_is_a_row_of_every_label_before_a_second_one_of_any(tmp_path: Path) -> None:
+    path, labels = tmp_path / "rows.csv", ["late", "late", "late", "late", "broken", "late", "lost", "lost"]
+    lines = (f"parcel {number},{label}\n" for number, label in enumerate(labels))
+    path.write_text("text,label\n" + "".join(lines), encoding="utf-8")
+    options = ("--set", "method=classification", "--set", f"validation_dataset={path}")
+    for num_rows, shown in ((2, ["late", "broken"]), (4, ["late", "broken", "lost", "late"])):
+        facts = json.loads(invoke(path, "--json", "--rows", num_rows, *options).stdout)
+        assert [example["label"] for example in facts["examples"]] == shown
+
+
 def test_only_the_first_rows_of_large_data_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, num_lines = tmp_path / "rows.jsonl", 0
     line = json.dumps({"prompt": "q", "completion": "a" * 60}) + "\n"

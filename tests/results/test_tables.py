@@ -234,6 +234,7 @@ OUTCOME = TaskOutcome(
     best_metrics={"reward_accuracy": 0.5},
     test_loss=1.375,
     test_metrics={"reward_accuracy": 0.25},
+    num_known_test=2,
     finalists=(FinalistScore(job="b", num_questions=3, mean=0.5, rows=(1.0, 0.0, 0.5)),),
     scorer="exact_match",
     scorer_failure="it failed",

@@ -206,6 +206,20 @@ def test_figures_are_those_of_the_report(setup: Setup) -> None:
     assert [len(trace["x"]) for trace in figures["validation"]["traces"]] == [4, 4]
 
 
+def test_notes_of_the_report_have_the_keys_of_requests(setup: Setup) -> None:
+    kept = setup.journal.read_text()
+    first, *others = kept.splitlines()
+    try:
+        started = {**json.loads(first), "notes": ["Few rows; name a validation_dataset."]}
+        setup.journal.write_text("\n".join([json.dumps(started), *others]) + "\n")
+        for path in (f"/tasks/{setup.task}", f"/api/tasks/{setup.task}/report"):
+            page = setup.browser.get(path).text
+            assert "name a validation_file." in page, path
+            assert "validation_dataset" not in page, path
+    finally:
+        setup.journal.write_text(kept)
+
+
 def test_folders_of_the_service_are_not_shown(setup: Setup) -> None:
     kept, folder = setup.journal.read_text(), "/srv/service/models/base"
     try:

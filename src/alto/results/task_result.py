@@ -130,6 +130,11 @@ class TaskResult:
         return self.outcome.test_metrics
 
     @property
+    def num_known_test(self) -> int:
+        """Number of test rows that are also training or validation rows."""
+        return self.outcome.num_known_test
+
+    @property
     def job_results(self) -> tuple[JobResult, ...]:
         """Results of all jobs, in the order of the task; :attr:`jobs` is the same as a table."""
         return self.outcome.jobs
