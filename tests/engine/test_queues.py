@@ -240,7 +240,8 @@ def test_a_wide_task_with_one_job_left_gives_a_slot_to_who_waits_for_it(
 ) -> None:
     # Restarting on fewer slots costs a second, however busy the machine is.
     monkeypatch.setattr(dispatcher.RunningAttempt, "start_s", property(lambda _: 1.0, lambda *_: None))
-    changes = {"num_train_epochs": 200, "early_exit": {"rungs": [[0.02, 0.5]]}, "checkpoint_interval_s": 60}
+    # After the rung the job needs some seconds, far more than that.
+    changes = {"num_train_epochs": 600, "early_exit": {"rungs": [[0.01, 0.5]]}, "checkpoint_interval_s": 60}
     # A task whose limits are all set is not measured, and has no pace.
     open_limits = {"max_slots": None, "max_tokens_per_step": None, "max_tokens_per_pass": None}
     (wide,) = tiny_tasks(tmp_path, model, ["wide"], num_gpus=2, **changes, **open_limits)
