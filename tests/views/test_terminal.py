@@ -52,6 +52,9 @@ def test_the_metric_and_the_value_of_the_best_are_shown(preference_run):
         " ".join(found.split())
     )
     assert "accuracy  margin" in found
+    best = next(one for one in preference_run if (one["event"], one.get("job"), one.get("step")) == ("eval", "c", 10))
+    best["loss_rows"] = [0.6] * 8  # a part of the 50 rows
+    assert "reward accuracy 75 % (95 % interval 41–93 %)" in " ".join("\n".join(screen(preference_run)).split())
     preference_run[0]["metric"] = "loss"
     target = console()
     target.print(final_summary(RunHistory.of(entries(preference_run[:-4]))))

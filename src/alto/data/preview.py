@@ -55,7 +55,7 @@ def preview_rows(
 
 
 def _varied_rows(dataset: EncodedDataset, num_rows: int) -> list[int]:
-    """Return the first rows; of a classifier's, the first row of each label before further rows of any."""
+    """Return the numbers of the rows to show: the first row of every label, then the others in their order."""
     first_rows = dict[str, int]()
     for row in range(len(dataset)):
         first_rows.setdefault(_label(dataset, row), row)

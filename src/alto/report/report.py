@@ -20,7 +20,7 @@ from alto.runs.progress import device_hours, exit_totals, price_of_hour, rung_co
 from alto.spec import LABELS_NAME, write_yaml
 from alto.views import wording
 from alto.views.choice import choice_notes, describe_runner_up
-from alto.views.metrics import describe_metrics, describe_test, loss_unit
+from alto.views.metrics import describe_best_metrics, describe_test, loss_unit
 from alto.views.tables import job_table, run_notes
 
 _LEAST_VLLM_RANK = 8
@@ -148,7 +148,7 @@ def _python_code(best: Path, shown_as: Path) -> str:
 
 def _context(history: RunHistory, run_dir: Path, *, has_labels: bool) -> dict[str, Any]:
     table = job_table(history)
-    best, num_rows = history.best, 0 if history.started is None else history.started.num_validation
+    best = history.best
     winner = best if history.result is not None else None
     lead = lead_of_winner(history)
     return {
@@ -177,7 +177,7 @@ def _context(history: RunHistory, run_dir: Path, *, has_labels: bool) -> dict[st
         "jobs_dir": str(run_dir / "jobs"),
         "written_at": timestamp(history.last_seen_at),
         "loss_unit": loss_unit(history.method),
-        "best_metrics": describe_metrics(best.best_metrics, table.metrics, num_rows) if best is not None else "",
+        "best_metrics": describe_best_metrics(history, best) if best is not None else "",
         "tested": describe_test(history, best) if best is not None else "",
         "test_rows": wording.describe_test_rows(history.num_known_test),
         "lead": lead,

@@ -99,6 +99,12 @@ def describe_metrics(metrics: Mapping[str, float], names: tuple[str, ...], num_r
     )
 
 
+def describe_best_metrics(history: RunHistory, job: JobHistory) -> str:
+    """Return the metrics of a job's best evaluation; their intervals are those of the rows that it was made on."""
+    num_validation = 0 if history.started is None else history.started.num_validation
+    return describe_metrics(job.best_metrics, shown_metrics(history), len(job.best_loss_rows) or num_validation)
+
+
 def _interval(metric: str, value: float, num_rows: int) -> str:
     if not num_rows or not is_fraction(metric) or not 0 <= value <= 1:
         return ""

@@ -29,7 +29,7 @@ from alto.runs.progress import next_stop, outlook
 from alto.spec import LOSS
 from alto.views import wording
 from alto.views.choice import choice_notes
-from alto.views.metrics import describe_metrics, describe_test, format_metric, metric_name, short_metric
+from alto.views.metrics import describe_best_metrics, describe_test, format_metric, metric_name, short_metric
 from alto.views.plain import PlainView, samples_text
 from alto.views.tables import JobTable, JobTableRow, job_table, run_notes
 
@@ -444,8 +444,7 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
         return Text("best: no job has a finite validation loss yet", style="dim", overflow="fold")
     label = "best" if history.result is not None else "best so far"
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
-    num_rows = 0 if history.started is None else history.started.num_validation
-    metrics = describe_metrics(best.history.best_metrics, table.metrics, num_rows)
+    metrics = describe_best_metrics(history, best.history)
     test = describe_test(history, best.history)
     scoring = wording.describe_scoring(history.finalists, history.scorer, "")  # the notes already report a failure
     chosen = f"; {scoring}" if scoring else ""
